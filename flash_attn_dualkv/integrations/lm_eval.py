@@ -4,7 +4,7 @@
     python -m flash_attn_dualkv.integrations.lm_eval run --model dualkv --model_args pretrained=... --tasks arc_easy
 
 The harness has no plug-ins: its command learns of the model by this module, which then runs it. In Python importing
-this module is enough: `lm_eval.simple_evaluate(model="dualkv", ...)`. Needs lm_eval 0.4.12 or newer.
+this module is enough: `lm_eval.simple_evaluate(model="dualkv", ...)`. Needs lm_eval 0.4.13 or newer.
 
 A few-shot header, a question and the choices of an answer are the levels of a tree, found by tokens over all requests
 that the harness hands over. Each is computed once a micro-batch. Tokens, truncation and results are those of `hf`.
@@ -93,8 +93,8 @@ class DualKVLM(HFLM):
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """As of `hf`, with the windows of all texts at once."""
-        given = self.batch_size_per_gpu
-        self.batch_size_per_gpu = sys.maxsize  # of windows that are handed over together
+        given = self.batch_size
+        self.batch_size_per_gpu: int | str = sys.maxsize  # of windows that are handed over together
         try:
             totals: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
         finally:

@@ -7,6 +7,8 @@ import itertools
 import random
 from typing import Any
 
+import pytest
+import torch
 from core_time import least_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,12 +16,14 @@ from samples import BOUNDARIES, Lists, forests, paths, rows_of
 
 from flash_attn_dualkv import (
     PrefixTree,
+    SharedPromptError,
     balance,
     group_by_prefix,
     pack_prefix_tree,
     split_by_token_budget,
 )
 from flash_attn_dualkv.data.balance import _costs
+from flash_attn_dualkv.data.prefix_tree import Spans
 
 Forest = tuple[Lists, Lists, list[int]]
 
@@ -53,6 +57,34 @@ def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> No
         members = {i for i, one in enumerate(roots) if one == root}
         if len({row for i in members for row in rows[i]}) <= budget:
             assert any(members <= {*one} for one in micro_batches), "a tree that fits was split"
+
+
+@settings(deadline=None, max_examples=300)
+@given(forests(), st.sampled_from(BOUNDARIES), st.sampled_from([1, 3]), st.data())
+def test_a_part_of_a_tree(forest: Forest, boundary: Any, min_shared: int, data: st.DataObject) -> None:
+    """What packing finds in the tokens of the chosen sequences and the tree's borders."""
+    sequences = forest[0]
+    tree = group_by_prefix(sequences, boundary=boundary, min_shared=min_shared)
+    every = st.sampled_from(range(len(sequences)))
+    chosen = data.draw(st.lists(every, min_size=1, unique=True))
+    part, found = tree.part(chosen), pack(chosen, sequences, tree, boundary).tree
+    nodes = {(one.node_lens, one.node_parents, one.sequence_lens, one.boundary) for one in (part, found)}
+    assert len(nodes) == 1
+    tokens = torch.arange(sum(part.sequence_lens))
+    assert torch.equal(Spans.of(part).rows(tokens), Spans.of(found).rows(tokens))
+    assert tree.part(range(len(sequences))).node_lens == tree.node_lens
+
+
+def test_rows_of_tokens() -> None:
+    """Of a sequence that ends within another's node, of equal ones, and of tokens in any order."""
+    sequences = [[1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 9], [7]]
+    batch = pack_prefix_tree(sequences, min_shared=1, pad_to_multiple_of=4)
+    tokens = torch.tensor([11, 4, 7, 5, 4])
+    assert torch.equal(batch.rows_of(tokens), batch.row_index[tokens])
+    assert batch.input_ids[batch.last_rows].tolist() == [5, 3, 9, 9, 7]
+    assert batch.last_rows.tolist() == [rows[-1] for rows in rows_of(batch)]
+    with pytest.raises(SharedPromptError, match="sequence 1 without any"):
+        _ = pack_prefix_tree([[1], []]).last_rows
 
 
 def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:

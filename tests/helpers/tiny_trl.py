@@ -21,7 +21,6 @@ from torch import Tensor
 
 pytest.importorskip("trl", "1.16", reason="needs TRL 1.16 or newer")
 import tiny_models
-import transformers
 import trl
 from datasets import Dataset
 from tiny_models import check_equal, check_gradients, gradients

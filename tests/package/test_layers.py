@@ -27,8 +27,8 @@ LAYERS = (
     ("data",),
     ("integrations.lm_head", "integrations.replacing", "integrations.trees", "integrations.ulysses"),
     ("integrations.transformers",),
-    ("integrations.fallback", "integrations.turns"),
-    ("integrations.trl", "integrations.verl", "integrations.vllm"),
+    ("integrations.fallback", "integrations.turns", "integrations.scoring"),
+    ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
     ("", "demo"),
 )
 

@@ -217,3 +217,39 @@ def test_what_causal_lms_return(kept: dict[str, Any], output: dict[str, Any]) ->
     dualkv.install_layout_hook(model)
     run(model, output_router_logits=True, **kept, **output)
     run(model.model, **output)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "cohere"])
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_logits_of_any_rows(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in any order and several times, a chunk at a time; scores as of shared_prompt_forward, softcap included."""
+    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", chunk * VOCABULARY)
+    model, batch = tiny_model(name), MIXED.pack()
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0)).repeat(2)
+    targets, sizes = batch.targets[order], []
+
+    def reduce(logits: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        sizes.append(len(logits))
+        logps = logits.log_softmax(-1)
+        return logps.gather(-1, targets[at, None])[:, 0], logps.topk(3)[1]
+
+    logps, top = dualkv.shared_prompt_logits(model, batch, batch.token_index[order], reduce)
+    expected, _ = dualkv.shared_prompt_forward(model, batch)
+    assert max(sizes) <= chunk and sum(sizes) == 2 * TOKENS and not logps.requires_grad
+    check_equal(logps, expected[order].detach(), TOLERANCES[logps.dtype].value)
+    (whole,) = dualkv.shared_prompt_logits(model, batch, batch.token_index, lambda logits, _: (logits.topk(3)[1],))
+    assert torch.equal(top, whole[order]) and top.shape == (2 * TOKENS, 3)
+    (none,) = dualkv.shared_prompt_logits(model, batch, batch.token_index[:0], lambda logits, _: (logits[:, :2],))
+    assert none.shape == (0, 2)
+
+
+def test_rows_that_are_refused() -> None:
+    model, batch = tiny_model("qwen3"), MIXED.pack()
+    for rows, message in (
+        (batch.token_index.int(), "int64"),
+        (batch.token_index[None], "1 dimension"),
+        (batch.token_index.to("meta"), "got one on meta"),
+        ([0, 1], "rows"),
+    ):
+        with pytest.raises(SharedPromptError, match=message):
+            dualkv.shared_prompt_logits(model, batch, rows, lambda logits, _: (logits,))
