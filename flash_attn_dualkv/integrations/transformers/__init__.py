@@ -19,6 +19,7 @@ from .guard import expect_shared_prompt
 from .hook import install_layout_hook
 from .images import row_inputs
 from .support import check_supported
+from .values import shared_prompt_values
 
 __all__ = [
     "check_supported",
@@ -29,6 +30,7 @@ __all__ = [
     "row_inputs",
     "shared_prompt_forward",
     "shared_prompt_logits",
+    "shared_prompt_values",
     "unregister_decode",
     "wrap",
 ]

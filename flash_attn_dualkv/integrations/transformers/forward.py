@@ -153,7 +153,7 @@ def _scored(model: nn.Module, batch: PackedBatch, rows: Tensor, score: Score, se
     with lock_of(causal_lm):
         backbone = _check_model(causal_lm)
         check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
-        _check_vocabulary(causal_lm, batch)
+        check_vocabulary(causal_lm, batch)
         inputs = row_inputs(causal_lm, batch)
         scorer = _Scorer(causal_lm, backbone, rows, score)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
@@ -182,7 +182,7 @@ def _check_model(causal_lm: Any) -> str:
     return name
 
 
-def _check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
+def check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
     """SharedPromptError for token ids that have no row: on a GPU the embedding would only say "device-side assert"."""
     ends = (causal_lm.get_input_embeddings(), "num_embeddings"), (causal_lm.get_output_embeddings(), "out_features")
     sizes = [size for module, name in ends if isinstance(size := getattr(module, name, None), int)]

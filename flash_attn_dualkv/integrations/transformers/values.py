@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Values of reward models and critics on packed rows: the backbone over every token once, the head over some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from ... import checks
+from ...checks import explain
+from ...data.batch import PackedBatch
+from ...errors import SharedPromptError
+from ...host import offsets_of
+from .first_use import check_first_use
+from .forward import check_vocabulary, checked_rows
+from .guard import expect_shared_prompt
+from .images import row_inputs, towers_without_layout
+from .structure import backbone_name, causal_lm_of, lock_of, replaced_forward
+from .support import check_attention, check_supported, num_mixing_layers, text_config
+
+
+def shared_prompt_values(
+    model: nn.Module, batch: PackedBatch, rows: Tensor | None = None, *, self_check: bool = True
+) -> Tensor:
+    """Values of a reward model, a classifier or a critic for a micro-batch; each shared token is computed once.
+
+    Args:
+        model: a `*ForSequenceClassification` or `*ForTokenClassification` of transformers that has the generic head
+            (`score` on the backbone's hidden states), on an attention registered or wrapped by this package; also
+            inside PEFT, DDP, FSDP or DeepSpeed. Gradients flow to its parameters unless grad mode is off.
+        batch: from `pack_prefix_tree` or `pack_shared_prompts`, on the model's device.
+        rows: (n,) int64, whose values are wanted: `batch.token_index` for one of each scored token (a critic's),
+            `batch.last_rows`, `batch.rows_of(tokens)`. None: one of each sequence, at the row that sequence
+            classification takes: that of its last token that is not the configuration's pad_token_id.
+        self_check: as of `shared_prompt_forward`.
+
+    Returns:
+        (n, num_labels), or (sequences, num_labels), in the order of `rows` or of the sequences, in the head's
+        type.
+
+    Raises:
+        SharedPromptError: a model with another head; rows that are not as described, or None for token classification;
+            what `shared_prompt_forward` refuses.
+        SharedPromptLayoutError: as there.
+    """
+    checks.instance("batch", batch, PackedBatch, " (of pack_prefix_tree)")
+    checks.flag("self_check", self_check)
+    classifier = causal_lm_of(model)
+    with lock_of(classifier):
+        check_classifier(classifier)
+        check_attention(classifier.config)
+        check_first_use(classifier, batch.input_ids.device, model=model, self_check=self_check)
+        check_vocabulary(classifier, batch)
+        wanted = _pooled_rows(classifier, batch) if rows is None else checked_rows(rows, batch)
+
+        def answer(_stock: Callable[..., Any], *args: Any, **inputs: Any) -> Tensor:
+            return values_of_rows(classifier, wanted, inputs)
+
+        inputs = row_inputs(classifier, batch)
+        expected = expect_shared_prompt(batch.layout, num_mixing_layers(classifier))
+        with expected, towers_without_layout(classifier, batch), replaced_forward(classifier, answer) as call:
+            values: Tensor = call(model, inputs)
+    return values
+
+
+def check_classifier(model: Any) -> None:
+    """SharedPromptError for a transformers model that is not exact, or is none with a head on each row."""
+    if not isinstance(model, (GenericForSequenceClassification, GenericForTokenClassification)):
+        expected = "a *ForSequenceClassification or *ForTokenClassification with transformers' generic head"
+        raise SharedPromptError(explain("model", expected, type(model).__name__))
+    check_supported(model.config)
+
+
+def values_of_rows(classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """(n, num_labels) of a forward's keyword arguments, which wrappers may have added to; on the device of `rows`."""
+    given = {name: value for name, value in inputs.items() if value is not None} | {"attention_mask": None}
+    given.pop("return_dict", None)
+    backbone = getattr(classifier, str(backbone_name(classifier)))
+    states = backbone(**given).last_hidden_state[0]
+    hidden = states.index_select(0, rows.to(states.device))
+    if isinstance(classifier, GenericForTokenClassification):
+        hidden = classifier.dropout(hidden)  # 0, or refused in training mode
+    return classifier.score(hidden).to(rows.device)
+
+
+def _pooled_rows(classifier: Any, batch: PackedBatch) -> Tensor:
+    """(B,): the rows that sequence classification reads where it has each sequence in a row of its own."""
+    if not isinstance(classifier, GenericForSequenceClassification):
+        expected = "rows whose values are wanted (batch.token_index, for example): it has one a token"
+        raise SharedPromptError(explain("rows", expected, f"None with a {type(classifier).__name__}"))
+    last_rows = batch.last_rows  # refuses a sequence without tokens
+    padding = text_config(classifier.config).pad_token_id
+    if padding is None:
+        return last_rows
+    lengths = batch.jagged_offsets.diff()
+    rows = batch.row_index
+    sequence = torch.repeat_interleave(lengths, output_size=len(rows))
+    place = torch.arange(len(rows), device=rows.device) - offsets_of(lengths)[sequence]
+    # Padding counts as the first place: so does a sequence of nothing else.
+    place = place.masked_fill(batch.input_ids[rows] == padding, 0)
+    last = place.new_zeros(len(lengths)).scatter_reduce_(0, sequence, place, "amax")
+    return rows[batch.jagged_offsets[:-1] + last]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reward models, classifiers and critics on packed rows, beside each sequence in a row of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MIXED, TOLERANCES, check_equal, check_gradients, dualkv, gradients, tiny_config, transformers
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPromptError, pack_prefix_tree
+
+PADDING = 0  # of the tiny configurations
+PROMPT = [*range(3, 30)]
+# Equal ones, a beginning of another, a branch in the middle, one that ends with padding and one of nothing else.
+ENDS = [[40, 41, 42], [40, 41, 42], [40], [50, PADDING, PADDING]]
+SEQUENCES = [*([*PROMPT, *end] for end in ENDS), [*PROMPT[:15], 9, 8, 7], [PADDING, PADDING], [5]]
+TOLERANCE = TOLERANCES[torch.float64]
+
+
+def head_of(kind: str, name: str = "qwen3", labels: int = 1, **options: Any) -> Any:
+    torch.manual_seed(1)
+    config = tiny_config(name, num_labels=labels, **options)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config, attn_implementation="dualkv")
+    return model.double().eval()
+
+
+def weighted(values: Tensor) -> Tensor:
+    return (torch.linspace(-1, 2, values.numel(), dtype=values.dtype).view_as(values) * values).sum()
+
+
+def check(model: Any, got: Tensor, alone: list[Tensor]) -> None:
+    expected = torch.cat(alone)
+    check_equal(got, expected, TOLERANCE.value)
+    assert expected.std() > 1e-3
+    weighted(expected).backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    weighted(got).backward()
+    check_gradients(gradients(model), wanted, TOLERANCE.gradient)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("padding", [PADDING, None])
+def test_sequence_classification(name: str, labels: int, padding: int | None) -> None:
+    """The value that the stock forward pools of each sequence, and every parameter's gradient."""
+    model = head_of("SequenceClassification", name, labels, pad_token_id=padding)
+    batch = pack_prefix_tree(SEQUENCES, min_shared=1, pad_to_multiple_of=8)
+    assert batch.layout.num_tokens < batch.num_replicated_tokens / 2
+    got = dualkv.shared_prompt_values(model, batch)
+    assert got.shape == (len(SEQUENCES), labels)
+    check(model, got, [model(torch.tensor([one]), use_cache=False).logits for one in SEQUENCES])
+
+
+def test_values_of_chosen_rows() -> None:
+    """A critic: one value for each response token, as of `token_index`; any others by `rows_of`."""
+    model = head_of("TokenClassification", classifier_dropout=0.0, hidden_dropout=0.0)
+    batch = MIXED.pack()
+    alone = []
+    for prompt, response in zip(MIXED.prompts, MIXED.responses):
+        values = model(torch.tensor([prompt + response]), use_cache=False).logits[0]
+        alone.append(values[len(prompt) - 1 : len(prompt) - 1 + len(response)])
+    check(model, dualkv.shared_prompt_values(model, batch, batch.token_index), alone)
+    first = dualkv.shared_prompt_values(model, batch, batch.rows_of(batch.jagged_offsets[:-1]))
+    expected = [model(torch.tensor([prompt[:1]]), use_cache=False).logits[0] for prompt in MIXED.prompts]
+    check_equal(first, torch.cat(expected), TOLERANCE.value)
+
+
+def test_a_reward_model_with_lora() -> None:
+    peft = pytest.importorskip("peft", "0.17")
+    torch.manual_seed(2)
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(head_of("SequenceClassification"), config).double().train()
+    batch = pack_prefix_tree(SEQUENCES[:4], min_shared=1)
+    got = dualkv.shared_prompt_values(model, batch)
+    check(model, got, [model(input_ids=torch.tensor([one])).logits for one in SEQUENCES[:4]])
+
+
+def test_refused() -> None:
+    batch = pack_prefix_tree(SEQUENCES[:2])
+    model = head_of("SequenceClassification")
+    for other, message in (
+        (head_of("CausalLM"), "ForSequenceClassification"),
+        (head_of("SequenceClassification", "gpt2"), "got GPT2ForSequenceClassification"),
+    ):
+        with pytest.raises(SharedPromptError, match=message):
+            dualkv.shared_prompt_values(other, batch)
+    with pytest.raises(SharedPromptError, match="^rows: expected rows whose values are wanted"):
+        dualkv.shared_prompt_values(head_of("TokenClassification"), batch)
+    with pytest.raises(SharedPromptError, match="sequence 1 without any"):
+        dualkv.shared_prompt_values(model, pack_prefix_tree([[3, 4], []]))
+    with pytest.raises(SharedPromptError, match="int64"):
+        dualkv.shared_prompt_values(model, batch, batch.token_index.int())
+    with pytest.raises(SharedPromptError, match="below 97"):
+        dualkv.shared_prompt_values(model, pack_prefix_tree([[3, 97]]))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(SharedPromptError, match="registered or wrapped"):
+        dualkv.shared_prompt_values(model, batch)
+    noisy = head_of("TokenClassification", classifier_dropout=0.3).train()
+    with pytest.raises(SharedPromptError, match="dropout of dropout"):
+        dualkv.shared_prompt_values(noisy, batch, batch.token_index)
