@@ -7,7 +7,13 @@ The same arguments, losses, log-probabilities and gradients as those of the trai
 for. Rollouts, evaluation of rewards and everything else are TRL's own. Needs TRL 1.16 or newer.
 """
 
-from .trainers import SharedPromptDPOTrainer, SharedPromptGRPOTrainer, SharedPromptMixin, SharedPromptRLOOTrainer
+from .trainers import (
+    SharedPromptDPOTrainer,
+    SharedPromptGRPOTrainer,
+    SharedPromptMixin,
+    SharedPromptRewardTrainer,
+    SharedPromptRLOOTrainer,
+)
 from .tree import use_dualkv_for_tree_attention
 
 __all__ = [
@@ -15,5 +21,6 @@ __all__ = [
     "SharedPromptGRPOTrainer",
     "SharedPromptMixin",
     "SharedPromptRLOOTrainer",
+    "SharedPromptRewardTrainer",
     "use_dualkv_for_tree_attention",
 ]

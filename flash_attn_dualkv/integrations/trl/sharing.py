@@ -21,9 +21,11 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from ...data.batch import IGNORED_LABEL, PackedBatch
-from ...data.pack import pack_padded
+from ...data.pack import pack_padded, pack_prefix_tree
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ..fallback import TRL_REASONS, Options, Refusal, Tally, kernels_refusal
 from ..transformers import check_supported, expect_shared_prompt, register, support, wrap
@@ -31,6 +33,7 @@ from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.images import images_of_samples, row_inputs, towers_without_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import check_attention, is_mark_of_text, num_mixing_layers, text_config
+from ..transformers.values import values_of_rows
 from ..turns import deeper_tree, pack_deeper
 
 logger = get_logger(__name__)
@@ -87,9 +90,10 @@ class Sharing:
 
     def install(self, model: Any) -> None:
         """Let a model that has TRL's forward share prompts."""
-        causal_lm = causal_lm_of(model)
-        _switch_attention(causal_lm)
-        SharedForward(self, causal_lm)
+        stock = causal_lm_of(model)
+        _switch_attention(stock)
+        kind = SharedValues if isinstance(stock, GenericForSequenceClassification) else SharedForward
+        kind(self, stock)
 
 
 def _switch_attention(causal_lm: Any) -> None:
@@ -115,7 +119,7 @@ def _has_interface(causal_lm: Any) -> bool:
 
 
 class SharedForward:
-    """Takes the place of the forward that TRL has given to one causal LM.
+    """Takes the place of the forward that TRL has given to one causal LM, or of a reward model's own.
 
     Where the trainer compiles its model, this is a part of it. Compilers trace what the model
     computes, `stock`, and nothing else here: packing looks into tokens, in other groups each time.
@@ -129,12 +133,14 @@ class SharedForward:
 
         # `generate` looks at the signature; accelerate expects a method.
         @functools.wraps(type(causal_lm).forward)
-        def forward(_model: Any, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
-            if not fused_lm_head:
-                return self.stock(*args, **inputs)
-            return self.score(*args, **inputs)
+        def forward(_model: Any, *args: Any, **inputs: Any) -> Any:
+            return self.answer(*args, **inputs)
 
         causal_lm.forward = types.MethodType(forward, causal_lm)
+
+    def answer(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        """The output for a padded batch: TRL asks for scores, generation for logits."""
+        return self.score(*args, **inputs) if fused_lm_head else self.stock(*args, **inputs)
 
     @torch.compiler.disable(recursive=False)
     def score(self, *args: Any, **inputs: Any) -> Any:
@@ -151,12 +157,7 @@ class SharedForward:
     @torch.compiler.disable
     def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, PackedBatch, dict[str, Any]]:
         """Which tokens are scored, the packed batch, and what the model is given. Raises Refused."""
-        if self.sharing.off is not None:
-            raise Refused(*self.sharing.off)
-        if self.sharing.args.use_liger_kernel:
-            raise Refused("liger", "use_liger_kernel=True replaces layers of the model")
-        devices = [one.device for one in inputs.values() if isinstance(one, Tensor)]
-        self._check_model(devices[0] if devices else self.causal_lm.device)
+        self._check(inputs)
         marks = {name for name, value in inputs.items() if is_mark_of_text(name, value)}
         given = {name for name, value in inputs.items() if value is not None and value is not False} - marks
         media = support.media_among(inputs)
@@ -187,10 +188,7 @@ class SharedForward:
             tree = deeper_tree(sequences, sum(batch.tree.node_lens), options)
             if tree is not None:
                 batch = pack_deeper(sequences, batch.prompt_lens, tree.borders)
-        if batch.dedup_ratio < options.min_dedup_ratio:
-            least = options.min_dedup_ratio
-            message = f"{batch.dedup_ratio:.3f} is below min_dedup_ratio={least} (larger micro-batches share more)"
-            raise Refused("dedup_ratio", message)
+        self._check_savings(batch)
         passed_on = {name: inputs[name] for name in _PASSED_ON if name in inputs}
         # The packed row is text too.
         row = passed_on | {name: torch.zeros_like(batch.input_ids)[None] for name in marks}
@@ -199,8 +197,24 @@ class SharedForward:
         except SharedPromptError as error:
             raise Refused("multimodal", str(error)) from None
 
+    def _check(self, inputs: dict[str, Any]) -> None:
+        """Raise Refused for what trainer and model do not allow, before samples are looked at."""
+        if self.sharing.off is not None:
+            raise Refused(*self.sharing.off)
+        if self.sharing.args.use_liger_kernel:
+            raise Refused("liger", "use_liger_kernel=True replaces layers of the model")
+        devices = [one.device for one in inputs.values() if isinstance(one, Tensor)]
+        self._check_model(devices[0] if devices else self.causal_lm.device)
+
+    def _check_savings(self, batch: PackedBatch) -> None:
+        """Raise Refused where little is shared."""
+        least = self.sharing.options.min_dedup_ratio
+        if batch.dedup_ratio < least:
+            message = f"{batch.dedup_ratio:.3f} is below min_dedup_ratio={least} (larger micro-batches share more)"
+            raise Refused("dedup_ratio", message)
+
     def _check_model(self, device: torch.device) -> None:
-        """Raise Refused for what the model does not allow, before samples are looked at."""
+        """Raise Refused for what the model does not allow."""
         if self._unsupported is not None:
             raise Refused(*self._unsupported)
         config = self.causal_lm.config
@@ -239,6 +253,57 @@ class SharedForward:
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
             # An option that no configuration tells: the first layer of a forward finds it.
+            self._unsupported = Refusal("unsupported", str(error))
+            raise Refused(*self._unsupported) from None
+
+
+class SharedValues(SharedForward):
+    """Takes the place of a reward model's forward: one value of each sequence, which share what they begin with."""
+
+    @torch.compiler.disable(recursive=False)
+    def answer(self, *args: Any, **inputs: Any) -> Any:
+        """The stock output: logits (B, num_labels)."""
+        try:
+            self._check(inputs)
+            rows, batch = self._packed(args, inputs)
+            values = self._values(rows, batch)
+        except Refused as refused:
+            self.sharing.fall_back(refused.refusal, inputs)
+            return self.stock(*args, **inputs)
+        self.sharing.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
+        return SequenceClassifierOutputWithPast(logits=values)
+
+    @torch.compiler.disable
+    def _packed(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, PackedBatch]:
+        """The row whose value each sequence has, and the batch. Raises Refused."""
+        given = {name for name, value in inputs.items() if value is not None and value is not False}
+        wanted = {"input_ids", "attention_mask"}
+        # TRL hands a pair's margin to the model too, which has no use for it.
+        others = sorted(given - wanted - _WITHOUT_EFFECT - {"margin"})
+        if args or others or not given >= wanted:
+            raise Refused("arguments", f"the model is given {', '.join(others) or sorted(given)} (needs {wanted})")
+        ids, mask = inputs["input_ids"], inputs["attention_mask"].bool()
+        lengths = mask.sum(1)
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        # Where the stock forward reads, whatever the mask says.
+        padding = text_config(self.causal_lm.config).pad_token_id
+        last = torch.where(ids == padding, 0, columns).amax(1) if padding is not None else lengths - 1
+        if ((columns < lengths[:, None]) != mask).any() or (last >= lengths).any():
+            raise Refused("samples", "the real tokens of a sequence do not stand together at its beginning")
+        sequences = [row[:length] for row, length in zip(ids, lengths.tolist())]
+        try:
+            batch = pack_prefix_tree(sequences, min_shared=self.sharing.options.min_shared)
+        except SharedPromptError as error:
+            raise Refused("samples", str(error)) from None
+        self._check_savings(batch)
+        return batch.rows_of(batch.jagged_offsets[:-1] + last), batch
+
+    @torch.compiler.disable(recursive=False)
+    def _values(self, rows: Tensor, batch: PackedBatch) -> Tensor:
+        try:
+            with expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm)):
+                return values_of_rows(self.causal_lm, rows, row_inputs(self.causal_lm, batch))
+        except SharedPromptUnsupportedError as error:
             self._unsupported = Refusal("unsupported", str(error))
             raise Refused(*self._unsupported) from None
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer
 
 from ...checks import explain
 from ...data.pack import MIN_SHARED
 from ...errors import SharedPromptError
 from ..fallback import PREFIX, TRL_REASONS, Options, Refusal, Verification, difference, savings, worst_of_ranks
+from ..transformers.structure import causal_lm_of
+from ..transformers.values import check_classifier
 from .regroup import keep_siblings_together
 from .sharing import Sharing
 
@@ -164,3 +166,18 @@ class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
 
 class SharedPromptDPOTrainer(SharedPromptMixin, DPOTrainer):
     """DPOTrainer whose chosen and rejected completions share a prompt; see `SharedPromptMixin`."""
+
+
+class SharedPromptRewardTrainer(SharedPromptMixin, RewardTrainer):
+    """RewardTrainer whose chosen and rejected sequences share what they begin with; see `SharedPromptMixin`.
+
+    There is no prompt but what is equal, so that `min_shared` must be a number, and `max_responses_per_group` None.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for name, expected, is_none in (("min_shared", "a number", False), ("max_responses_per_group", "None", True)):
+            if name in kwargs and (kwargs[name] is None) != is_none:
+                got = f"{kwargs[name]} for a {type(self).__name__}, whose sequences have no prompts of their own"
+                raise SharedPromptError(explain(name, expected, got))
+        super().__init__(*args, **kwargs)
+        check_classifier(causal_lm_of(self.model))
