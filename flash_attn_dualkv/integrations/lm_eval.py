@@ -13,7 +13,7 @@ that the harness hands over. Each is computed once a micro-batch. Tokens, trunca
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from .. import checks
 from ..checks import explain
 from ..data.batch import PackedBatch
 from ..errors import SharedPromptError
-from ..host import int64s, runs
+from ..host import int64s, runs, to_device
 from .scoring import MAX_TOKENS, MIN_SHARED, scoring_batches
 from .transformers import register, shared_prompt_logits
 from .transformers.structure import causal_lm_of
@@ -37,9 +37,9 @@ from .transformers.support import check_attention, check_supported
 ATTENTION = "dualkv"
 
 Request = tuple[Any, list[int], list[int]]  # what it is cached as, context, continuation
-_T = TypeVar("_T")
-
 Answer = tuple[float, bool]  # log-likelihood of the continuation, whether each of its tokens is the most likely one
+Fetch = Callable[[], list[Tensor]]
+_T = TypeVar("_T")
 
 
 @register_model("dualkv")
@@ -113,12 +113,12 @@ class DualKVLM(HFLM):
         shared = {"max_tokens": self.max_tokens, "min_shared": self.min_shared, "device": self.device}
         desc, hidden = "Running loglikelihood requests", disable_tqdm or self.rank != 0
         with tqdm(total=len(requests), disable=hidden, desc=desc) as progress:
-            for numbers, logps, are_first in _one_behind(
+            for numbers, fetch in _one_behind(
                 self._launch(requests, [scored[inputs[index]] for index in chosen], batch)
                 for chosen, batch in scoring_batches(inputs, **shared)
             ):
                 lens = [len(requests[number][2]) for number in numbers]
-                for number, answer in zip(numbers, _answers(lens, logps, are_first)):
+                for number, answer in zip(numbers, _answers(lens, *fetch())):
                     answers[number] = answer
                     # Windows of rolling requests have no name: their sums are cached.
                     if requests[number][0] is not None:
@@ -141,8 +141,8 @@ class DualKVLM(HFLM):
 
     def _launch(
         self, requests: Sequence[Request], groups: Sequence[Sequence[int]], batch: PackedBatch
-    ) -> tuple[list[int], Tensor, Tensor]:
-        """The requests of a micro-batch, and of each of their scored tokens its score and whether it is the first.
+    ) -> tuple[list[int], Fetch]:
+        """The requests of a micro-batch, and of all their scored tokens scores, and whether each is the most likely.
 
         Args:
             groups: the requests of each sequence of the batch.
@@ -150,8 +150,9 @@ class DualKVLM(HFLM):
         numbers = [number for group in groups for number in group]
         ends = [end for group, end in zip(groups, accumulate(batch.sequence_lens)) for _ in group]
         lens = [len(requests[number][2]) for number in numbers]
-        rows = batch.rows_of(runs(map(int.__sub__, ends, lens), lens).to(self.device))
-        targets = int64s(token for number in numbers for token in requests[number][2]).to(self.device)
+        tokens = int64s(token for number in numbers for token in requests[number][2])
+        places, targets = to_device([runs(map(int.__sub__, ends, lens), lens), tokens], batch.input_ids.device)
+        rows = batch.rows_of(places)
 
         def score(logits: Tensor, at: slice) -> tuple[Tensor, Tensor]:
             with torch.autocast(self.device.type, enabled=False):  # which covers the model alone
@@ -160,13 +161,26 @@ class DualKVLM(HFLM):
 
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
-            logps, are_first = shared_prompt_logits(self.model, batch, rows, score, self_check=self.self_check)
-        return numbers, logps, are_first
+            found = shared_prompt_logits(self.model, batch, rows, score, self_check=self.self_check)
+        return numbers, _fetched(found)
+
+
+def _fetched(found: tuple[Tensor, ...]) -> Fetch:
+    """Begins to copy tensors to the host. What is returned waits for them, not for what a GPU is given meanwhile."""
+    copies = [one.to("cpu", non_blocking=True) for one in found]
+    copied = torch.cuda.current_stream(found[0].device).record_event() if found[0].is_cuda else None
+
+    def fetch() -> list[Tensor]:
+        if copied is not None:
+            copied.synchronize()
+        return copies
+
+    return fetch
 
 
 def _answers(lens: list[int], logps: Tensor, are_first: Tensor) -> Iterator[Answer]:
     """Of requests with so many scored tokens."""
-    for own, first in zip(logps.cpu().split(lens), are_first.cpu().split(lens)):
+    for own, first in zip(logps.split(lens), are_first.split(lens)):
         yield float(own.sum()), bool(first.all())
 
 

@@ -19,7 +19,7 @@ from ..data.samples import extremes, largest_token
 from ..data.split import split_by_token_budget
 from ..data.trie import build_tree
 from ..errors import SharedPromptError
-from ..host import int64s
+from ..host import int64s, to_device
 
 MAX_TOKENS = 1 << 15
 # Fewest tokens that a node must save. A node more is a query tile more in the forward alone, which
@@ -62,7 +62,7 @@ def scoring_batches(
         ids = int64s(chain.from_iterable(given[index] for index in part))
         tree = build_tree(ids, lengths, None, boundary="gather", min_shared=least)
         largest = largest_token("sequences", extremes(ids))
-        pieces = ids.to(device).split(lengths)
+        pieces = to_device([ids], checks.device(device))[0].split(lengths)
         for chosen in split_by_token_budget(tree, max_tokens=max(budget, *lengths)):
             tokens = Tokens(torch.cat([pieces[at] for at in chosen]), [0] * len(chosen), largest)
             yield [part[at] for at in chosen], pack_tokens(tokens, tree.part(chosen), None, None)
