@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,21 @@ def test_examples_of_trees() -> None:
         (-logps.sum() * advantage).backward()
     for one, expected in zip(gradients, weights):
         torch.testing.assert_close(one, expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_examples_of_scoring(restored_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("trl") is None:  # one block has a line to change
+        stand_in = types.ModuleType("trl")
+        monkeypatch.setitem(sys.modules, "flash_attn_dualkv.integrations.trl", stand_in)
+        stand_in.SharedPromptRewardTrainer = object  # type: ignore[attr-defined]
+    names = run_examples(ROOT / "docs/scoring.md")
+    sequences = [torch.cat([names["prompt"], one])[None] for one in names["answers"]]
+    rewards = torch.cat([names["model"](one).logits for one in sequences])
+    torch.testing.assert_close(names["rewards"], rewards, rtol=0, atol=1e-5)
+    assert names["values"].shape == (sum(one.shape[1] - 1 for one in sequences), 1)
+    logps = [names["teacher"](one).logits[0, 99:-1].log_softmax(-1) for one in sequences]
+    torch.testing.assert_close(names["top"], torch.cat(logps).topk(5)[0], rtol=0, atol=1e-5)
+    assert names["tokens"].shape == (63, 5)
 
 
 def test_examples_of_rollouts() -> None:
