@@ -39,7 +39,7 @@ from flash_attn_dualkv.integrations.scoring import MAX_TOKENS, MIN_SHARED, scori
 from flash_attn_dualkv.integrations.transformers import register
 from flash_attn_dualkv.predict import ModelShape
 
-FOLDER = RESULTS / "scoring"
+FOLDER = RESULTS / "trainers" / "scoring"
 Request = tuple[Any, list[int], list[int]]
 
 
@@ -83,14 +83,14 @@ class Task:
         def shot() -> list[int]:
             return tokens(self.question) + tokens(self.choice)
 
-        # A pool, as a training split is: shots are the same objects again and again.
+        # A pool, as a training split is.
         pool = [shot() for _ in range(1000)] if self.sampler == "default" else []
         fixed = [[token for _ in range(self.shots) for token in shot()] for _ in range(self.subjects)]
         letters = [[source.randrange(3, vocabulary)] for _ in range(self.choices)]
         found: list[Request] = []
         for number in range(min(self.questions, count or self.questions)):
-            subject = number * self.subjects // self.questions if count is None else number % self.subjects
-            header = fixed[subject] if not pool else [token for one in source.sample(pool, self.shots) for token in one]
+            drawn = source.sample(pool, self.shots) if pool else [fixed[number * self.subjects // self.questions]]
+            header = [token for one in drawn for token in one]
             context = header + tokens(self.question)
             answers = letters if self.choice.most == 1 else [tokens(self.choice) for _ in range(self.choices)]
             found += [((str(number), str(at)), context, answer) for at, answer in enumerate(answers)]
