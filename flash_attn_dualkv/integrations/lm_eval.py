@@ -157,7 +157,8 @@ class DualKVLM(HFLM):
         def score(logits: Tensor, at: slice) -> tuple[Tensor, Tensor]:
             with torch.autocast(self.device.type, enabled=False):  # which covers the model alone
                 scores = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
-            return scores.gather(-1, targets[at, None])[:, 0], scores.argmax(-1) == targets[at]
+            own = targets[at].to(scores.device)  # layers may lie on several
+            return scores.gather(-1, own[:, None])[:, 0], scores.argmax(-1) == own
 
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):

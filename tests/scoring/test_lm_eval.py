@@ -120,10 +120,10 @@ def test_rolling(batch_size: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [dict(softmax_dtype="float32"), dict(mixed_precision_dtype="bfloat16"), {}])
-def test_types_are_those_of_hf(options: dict[str, Any]) -> None:
+def test_types_are_those_of_hf(options: dict[str, Any], device: str) -> None:
     """The model's type, that of its products, and that in which logarithms and sums are rounded."""
     is_mixed = "mixed_precision_dtype" in options
-    model = tiny_model("llama", dtype=torch.float32 if is_mixed else torch.bfloat16)
+    model = tiny_model("llama", dtype=torch.float32 if is_mixed else torch.bfloat16).to(device)
     ours, stock = both(model, **options)
     pairs = instances(few_shot(4, 3))
     got, expected = ours.loglikelihood(pairs, True), stock.loglikelihood(pairs, True)
