@@ -155,8 +155,6 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._seconds.clear()
-        # Continuous batching takes what memory it finds free for its pages, and fails if that is not enough.
-        torch.cuda.empty_cache()
         self._begin = self._now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +206,8 @@ def rollout_settings(options: argparse.Namespace) -> dict[str, Any]:
     # or not.
     pages = options.prompts * options.responses * -(-(options.prompt + options.completion) // options.page)
     is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
-    batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages}
+    # TRL leaves half of the free memory to others, for which these pages are too many.
+    batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages, "max_memory_percent": 0.9}
     return {
         "use_transformers_continuous_batching": options.rollouts != "generate",
         "transformers_continuous_batching_config": {**batching, "max_batch_tokens": 2 * options.prompt},
