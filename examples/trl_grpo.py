@@ -202,15 +202,18 @@ def rollout_settings(options: argparse.Namespace) -> dict[str, Any]:
             "vllm_max_model_length": options.prompt + options.completion + 1,
             "generation_kwargs": {"ignore_eos": True},
         }
-    # Pages for all samples by themselves: as many keys can stock batching read in a step, shared
-    # or not.
-    pages = options.prompts * options.responses * -(-(options.prompt + options.completion) // options.page)
+    samples = options.prompts * options.responses
     is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
-    # TRL leaves half of the free memory to others, for which these pages are too many.
-    batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages, "max_memory_percent": 0.9}
+    batching = {
+        "block_size" if is_old else "page_size": options.page,
+        # Pages for all samples by themselves: as many keys can stock batching read in a step, shared or not.
+        "num_blocks": samples * -(-(options.prompt + options.completion) // options.page),
+        "max_memory_percent": 0.9,  # TRL leaves half of the free memory to others, for which these pages are too many
+        "max_requests_per_batch": samples,  # more of them would be CUDA graphs that nobody replays
+    }
     return {
         "use_transformers_continuous_batching": options.rollouts != "generate",
-        "transformers_continuous_batching_config": {**batching, "max_batch_tokens": 2 * options.prompt},
+        "transformers_continuous_batching_config": batching | {"max_batch_tokens": 2 * options.prompt},
         # Continuous batching knows no least length, and to suppress the token that ends a
         # completion is a copy from the host, which no CUDA graph captures: no token does.
         "generation_kwargs": {"min_new_tokens": options.completion}
