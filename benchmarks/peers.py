@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from packing import Arrangement, Attention, cumulative, heads_first, packed_positions, packed_rows, path_rows
+from packing import Arrangement, Attention, cumulative, heads_first, packed_rows, path_rows
 from shapes import MOST_ELEMENTS, Shape
 from torch import Tensor
 
+from flash_attn_dualkv.cudnn import endpoints
 from flash_attn_dualkv.predict import DIRECTIONS
 
 VarlenKernel = Callable[..., Tensor]  # q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
@@ -175,48 +176,15 @@ def flex(dynamic: bool = False) -> list[Implementation]:
     return [on_fa4, Implementation("flex_packed", partial(arrange, on_fa4=False), plain)]
 
 
-def cudnn_endpoints(shape: Shape, device: torch.device) -> Tensor:
-    """(1, n, T) int32, n odd: each row sees keys [0, F0), [F1, F2), [F3, F4) and so on.
-
-    A row's intervals are the nodes of its path, neighbours in the row as one, up to the row itself. In front of a
-    window they begin later: keys of a run that begins at row r and position p have the position ``key + p - r``.
-    """
-    total, far = shape.packed_tokens, 1 << 30
-    runs = []  # of every node: the runs of its path, as [first row, end, position of the first row]
-    for path in shape.paths:
-        found: list[list[int]] = []
-        for index in path:
-            begin, length = shape.begins[index], shape.nodes[index][0]
-            if found and found[-1][1] == begin:
-                found[-1][1] += length
-            else:
-                found.append([begin, begin + length, shape.ends[index] - length])
-        found[-1][1] = far
-        runs.append(found)
-    from_zero = not shape.window and all(one[0][0] == 0 for one in runs)  # the first interval is a run of the path
-    intervals = max(map(len, runs)) + (not from_zero)
-    empty = [far, far, 0]
-    rows = [[*([] if from_zero else [[0, 0, 0]]), *one, *[empty] * intervals][:intervals] for one in runs]
-    lengths = torch.tensor([length for length, _ in shape.nodes])
-    begins, ends, positions = torch.tensor(rows, dtype=torch.int32).unbind(-1)  # (nodes, intervals) each
-    table = torch.stack([begins, ends, positions]).to(device)
-    table = table.repeat_interleave(lengths.to(device), 1, output_size=total).transpose(1, 2)  # (3, intervals, T)
-    begins, ends, positions = table.unbind()
-    row = torch.arange(1, total + 1, dtype=torch.int32, device=device)
-    if shape.window:
-        first = packed_positions(shape).int().to(device) + 1 - shape.window  # that a row sees
-        begins = torch.maximum(begins, torch.minimum(first - positions + begins, ends))
-    flat = torch.minimum(torch.stack([begins, ends], 1).flatten(0, 1), row)
-    return flat[1:][None].contiguous()
-
-
 def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = False) -> list[Arrangement]:
     """The plan looks at sizes and types of q, k and v."""
     module: Any = importlib.import_module(PACKAGES["cudnn_flex"][0])
     heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.head_dim,) * 2 + (shape.value_dim,)
     dtype = torch.bfloat16 if device.type == "cuda" else None
     qkv = (torch.empty(1, shape.packed_tokens, *one, dtype=dtype, device=device) for one in zip(heads, dims))
-    plan = module.create_mask_plan(cudnn_endpoints(shape, device), *qkv, build_backward=True)
+    lens, parents = ([one[index] for one in shape.nodes] for index in range(2))
+    mask = endpoints(lens, parents, device, shape.window - 1)
+    plan = module.create_mask_plan(mask, *qkv, build_backward=True)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (one.contiguous()[None] for one in (q, k, v))

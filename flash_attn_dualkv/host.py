@@ -28,7 +28,7 @@ _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t,
 )
 
 
-def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+def untraced(function: Callable[Given, Returned], reason: str = REASON) -> Callable[Given, Returned]:
     """Let torch.compile call a function as it is, from whatever code it traces; elsewhere nothing changes.
 
     `torch.compiler.disable` would import the compiler together with this package, which takes seconds: it is called
@@ -38,12 +38,12 @@ def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
 
     def outside(*args: Any, **kwargs: Any) -> Any:
         if not disabled:
-            disabled.append(torch.compiler.disable(function, reason=REASON))
+            disabled.append(torch.compiler.disable(function, reason=reason))
         return disabled[0](*args, **kwargs)
 
     # What torch.compiler.disable notes on a function: a trace ends here, with this reason.
     outside._torchdynamo_disable = True  # type: ignore[attr-defined]
-    outside._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
+    outside._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Returned:

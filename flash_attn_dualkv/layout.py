@@ -84,7 +84,8 @@ class SharedPromptLayout(SeparatelyPickled):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "position_ids": None}
-        state.pop("_copies", None)
+        for name in ("_copies", "_cudnn_plans"):
+            state.pop(name, None)
         return state
 
     @property

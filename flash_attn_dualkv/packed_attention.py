@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
-from . import checks, ops
+from . import checks, cudnn, ops
 from .calls import make_options
 from .errors import SharedPromptError, SharedPromptLayoutError
 from .layout import SharedPromptLayout
 
 _NAMES = ("q", "k", "v")
-BACKENDS = ("auto", "cuda", "reference")
+BACKENDS = ("auto", "cuda", "cudnn", "reference")
 
 
 @overload
@@ -103,9 +104,12 @@ def shared_prompt_attention(
         softmax_scale, sinks, deterministic: as there.
         sliding_window: a row sees so many positions of its sequence, its own the last; or None.
         softcap: as there; None or 0 leaves scores as they are.
-        backend: "cuda" for the kernels, "reference" for the implementation in PyTorch, which is
-            exact and bounded in memory, but slow, and reads the layout back from a GPU; "auto" for
-            the kernels on CUDA tensors and for the reference on CPU tensors.
+        backend: "cuda" for the kernels; "cudnn" for cuDNN Flex Attention (nvidia-cudnn-frontend),
+            and the kernels for what that lacks; "reference" for the implementation in PyTorch,
+            which is exact and bounded in memory, but slow, and reads the layout back from a GPU.
+            "auto": the reference on CPU tensors, cuDNN on data-center Blackwell where it is
+            installed and code is not compiled, and the kernels on all other GPUs. Compiled code
+            leaves its graph for cuDNN where that is asked for.
 
     Returns:
         out (T, H, d_v), contiguous, in the dtype of q; 0 in padding rows.
@@ -117,8 +121,9 @@ def shared_prompt_attention(
     """
     checks.choice("backend", backend, BACKENDS)
     q, k, v = checks.inputs(_NAMES, (q, k, v), checks.CPU_DTYPES if backend == "reference" else None)
-    if backend == "cuda" and not q.is_cuda:
-        raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
+    if backend in ("cuda", "cudnn") and not q.is_cuda:
+        expected = f"'auto' or 'reference' for {q.device} tensors"
+        raise SharedPromptError(checks.explain("backend", expected, repr(backend)))
     checks.check_pair_shape(q, "k", k, "v", v)
     _check_layout(layout, q, k)
     _check_positions(layout, position_ids)
@@ -128,8 +133,17 @@ def shared_prompt_attention(
         window_left=_resolve_window(sliding_window, layout), softcap=0.0 if softcap is None else softcap,
         reference=backend == "reference" or not q.is_cuda, mean_keys=layout.mean_keys, deterministic=deterministic,
     )  # fmt: skip
+    if backend == "cudnn" or (backend == "auto" and q.is_cuda and _prefers_cudnn(q)):
+        out = cudnn.attend_if_chosen(backend, q, k, v, layout, options, sinks)
+        if out is not None:
+            return out
     out, _ = ops.attend(q, k, v, layout.nodes, options, sinks=sinks)
     return out
+
+
+def _prefers_cudnn(q: Tensor) -> bool:
+    """Whether "auto" is cuDNN; compiled code would have to leave its graph for it."""
+    return not torch.compiler.is_compiling() and cudnn.is_default(q.get_device())
 
 
 def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:

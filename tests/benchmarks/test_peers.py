@@ -95,14 +95,6 @@ def test_what_peers_refuse() -> None:
         bench_layer.make_layer_source(shapes.parse("llama3-8b-1x5x7"), torch.float32, CPU)
 
 
-def test_endpoints_of_cudnn() -> None:
-    """One interval for a prompt's rows, two for responses: as many as its documentation has."""
-    endpoints = peers.cudnn_endpoints(shapes.parse("2x3x2"), CPU)
-    assert endpoints[0].T.tolist() == [[1] * 3, [2] * 3, [3] * 3, [4] * 3, [5] * 3, [3, 5, 6], [3, 5, 7]]
-    comb = peers.cudnn_endpoints(shapes.parse("tree-comb"), CPU)
-    assert comb.shape == (1, 2 * 65 - 1, 25600)  # a leaf adjoins its turn: no interval more than the last turn has
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the mask of the packed rows, in blocks of 128 x 128."""

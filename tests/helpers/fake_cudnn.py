@@ -26,9 +26,20 @@ def create_mask_plan(endpoints: Tensor, q: Tensor, k: Tensor, v: Tensor, *, buil
     return Plan(visible, [q.shape, k.shape, v.shape])
 
 
-def flex_attn_func(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: Plan, deterministic: bool = False) -> Tensor:
-    """(1, T, H, d) each."""
+def flex_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask_plan: Plan,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """(1, T, H, d) each, and (1, H, T)."""
     assert [one.shape for one in (q, k, v)] == mask_plan.sizes and all(one.is_contiguous() for one in (q, k, v))
     k, v = (one.repeat_interleave(q.shape[2] // k.shape[2], 2) for one in (k, v))
-    scores: Any = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~mask_plan.visible, -torch.inf).softmax(-1), v)
+    scores: Any = torch.einsum("bqhd,bkhd->bhqk", q, k) * (softmax_scale or q.shape[3] ** -0.5)
+    scores = scores.masked_fill(~mask_plan.visible, -torch.inf)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+    return (out, scores.logsumexp(-1)) if return_lse else out

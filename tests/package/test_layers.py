@@ -23,6 +23,7 @@ LAYERS = (
     ("reference", "kernels"),
     ("ops",),
     ("layout",),
+    ("cudnn",),
     ("packed_attention", "attention", "plan", "decode"),
     ("data",),
     ("integrations.lm_head", "integrations.replacing", "integrations.trees", "integrations.ulysses"),

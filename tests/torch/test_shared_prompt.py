@@ -165,9 +165,12 @@ def test_backends_of_cpu_tensors() -> None:
     layout = layout_of(GROUPS["one"])
     inputs = inputs_of(layout)
     assert attend(inputs, layout, backend="auto").equal(attend(inputs, layout, backend="reference"))
-    with pytest.raises(SharedPromptError, match="^backend: expected 'auto' or 'reference' for cpu tensors, got 'cuda'"):
-        attend(inputs, layout, backend="cuda")
-    with pytest.raises(SharedPromptError, match="^backend: expected 'auto' or 'cuda' or 'reference', got 'triton'"):
+    for other in ("cuda", "cudnn"):
+        message = f"^backend: expected 'auto' or 'reference' for cpu tensors, got '{other}'"
+        with pytest.raises(SharedPromptError, match=message):
+            attend(inputs, layout, backend=other)
+    message = "^backend: expected 'auto' or 'cuda' or 'cudnn' or 'reference', got 'triton'"
+    with pytest.raises(SharedPromptError, match=message):
         attend(inputs, layout, backend="triton")
 
 
