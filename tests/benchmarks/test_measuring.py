@@ -17,6 +17,7 @@ import bench_model
 import bench_stream
 import command
 import compare_builds
+import gate
 import measure
 import pandas as pd
 import peers
@@ -257,3 +258,39 @@ def test_on_the_gpu(kind: str) -> None:
     )
     run.run()
     assert all(row["ms"] and row["peak_gib"] > 0 and row["rel_diff"] < 0.1 for row in run.rows), run.rows
+
+
+def test_the_gate_knows_the_newest_rate_and_names_what_is_slower(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def result(date: str, rates: dict[str, float | None], impl: str = "dualkv_sm90") -> dict[str, Any]:
+        rows = [{"shape": one, "direction": "forward", "impl": impl, "fraction": rate} for one, rate in rates.items()]
+        return {"header": {"date": date}, "rows": rows}
+
+    recorded = {
+        "kernel-old.json": result("2026-01-01", {"a": 0.5, "b": 0.8}),
+        "kernel-new.json": result("2026-02-01", {"a": 0.9, "b": None}),
+        "kernel-peer.json": result("2026-03-01", {"a": 0.1}, "cudnn_flex"),
+        "tree.json": result("2026-02-01", {"c": 0.7}),
+        "layer.json": result("2026-03-01", {"a": 0.2}),
+    }
+    (tmp_path / "card").mkdir()
+    for name, found in recorded.items():
+        (tmp_path / "card" / name).write_text(json.dumps(found))
+    monkeypatch.setattr(gate, "RESULTS", tmp_path)
+    monkeypatch.setattr(gate, "own_kernels", lambda: "sm90")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
+
+    def bench(arguments: list[str]) -> None:
+        where = Path(arguments[arguments.index("--out") + 1])
+        assert arguments[arguments.index("--impls") + 1] == "=dualkv_sm90"
+        assert arguments[arguments.index("--shape") + 1 :] == [*gate.SHAPES]
+        (where / "now.json").write_text(json.dumps(result("2026-04-01", now)))
+
+    monkeypatch.setattr(gate.bench_kernel, "BENCHMARK", type("Bench", (), {"main": staticmethod(bench)}))
+    now = {"a": 0.9, "b": 0.777, "c": 0.71, "d": 0.1}
+    assert gate.main([]) == 0 and capsys.readouterr().out.endswith("as fast\n")
+    now = {"a": 0.87, "b": 0.78, "c": 0.6}
+    assert gate.main([]) == 1 and capsys.readouterr().out.endswith("slower: a forward, c forward\n")
+    assert all(shapes.parse(one) for one in gate.SHAPES)
