@@ -151,8 +151,11 @@ class SharedPromptLayout(SeparatelyPickled):
         copies: dict[tuple[str, int | None], SharedPromptLayout] = self.__dict__.setdefault("_copies", {})
         place = target.type, index
         if place not in copies:
-            copies[place] = replace(self, nodes=to_device([self.nodes], target)[0], position_ids=None)
+            copies[place] = self._copied_to(target)
         return copies[place]
+
+    def _copied_to(self, device: torch.device) -> SharedPromptLayout:
+        return replace(self, nodes=to_device([self.nodes], device)[0], position_ids=None)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """SharedPromptLayoutError if a model runs on other positions than those of the layout's batch.

@@ -151,6 +151,52 @@ def tree_table(
     return table, max(sums), -(-pairs // max(sum(lengths), 1))
 
 
+def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tuple[int, int]]) -> Tensor:
+    """The table, on the host, of some of the queries of trees and all of their keys.
+
+    Keys stay whole, so that tiles of keys begin where they do for all queries. A node has the first of its own runs of
+    queries; each further one is a child without keys, whose queries stand among the keys of the node. Nodes below
+    which there is no query are left out.
+
+    Args:
+        lengths, parents: as for `tree_table`; the keys of all nodes lie one behind the other.
+        runs: [begin, end) of rows, in ascending order, of which the queries are here, one run behind the other.
+    """
+    starts = [*accumulate(lengths, initial=0)]
+    own: list[list[tuple[int, int]]] = [[] for _ in lengths]
+    node = 0
+    for begin, end in runs:
+        while begin < end:
+            while starts[node + 1] <= begin:
+                node += 1
+            stop = min(end, starts[node + 1])
+            own[node].append((begin, stop))
+            begin = stop
+    is_seen = [bool(one) for one in own]
+    for index in reversed(range(len(parents))):
+        if is_seen[index] and parents[index] >= 0:
+            is_seen[parents[index]] = True
+    rows: list[tuple[int, ...]] = []  # `Node` without the end of its subtree
+    places: dict[int, int] = {}
+    row = 0
+    for index, (length, parent) in enumerate(zip(lengths, parents)):
+        if not is_seen[index]:
+            continue
+        above = places.get(parent, -1)
+        position = rows[above][4] + rows[above][5] if above >= 0 else 0
+        places[index] = len(rows)
+        start = starts[index]
+        begin, end = own[index][0] if own[index] else (start, start)
+        rows.append((row, end - begin, position + begin - start, start, length, position, above))
+        row += end - begin
+        for begin, end in own[index][1:]:
+            keys = (starts[index + 1], 0, position + length)
+            rows.append((row, end - begin, position + begin - start, *keys, places[index]))
+            row += end - begin
+    ends = _subtree_ends([one[-1] for one in rows], "parents[{}]")
+    return host_nodes(chain.from_iterable((*one, end) for one, end in zip(rows, ends)))
+
+
 def _subtree_ends(parents: Sequence[int], name: str, error: type[ValueError] = ValueError) -> list[int]:
     """The index behind the last descendant of each node; `error`, for the node's `name`, unless depth-first."""
     ends = [len(parents)] * len(parents)

@@ -265,11 +265,11 @@ class _Attention(torch.autograd.Function):
         call = BackwardCall(dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, ctx.options)
         dq, dk, dv, *decoded = _backward_autograd(call)
         needs_sinks = sinks is not None and ctx.needs_input_grad[6]
-        dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if needs_sinks else None
+        dsinks = sink_gradient(dout, dlse, out, lse, sinks) if needs_sinks else None
         return None, dq, dk, dv, *(decoded or (None, None)), dsinks, None, None
 
 
-def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """(H,): of each row, its sink's probability times 0 - delta, since a sink's value is 0.
 
     Its error is that of the rounded `out` in delta. To save what rounding takes would cost as much

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import checks, cudnn, ops
-from .calls import make_options
+from .calls import Options, make_options
 from .errors import SharedPromptError, SharedPromptLayoutError
 from .layout import SharedPromptLayout
 
@@ -119,19 +119,12 @@ def shared_prompt_attention(
         SharedPromptLayoutError: the rows, the device or the positions are not the layout's.
         NotImplementedError, RuntimeError: as there.
     """
-    checks.choice("backend", backend, BACKENDS)
-    q, k, v = checks.inputs(_NAMES, (q, k, v), checks.CPU_DTYPES if backend == "reference" else None)
-    if backend in ("cuda", "cudnn") and not q.is_cuda:
-        expected = f"'auto' or 'reference' for {q.device} tensors"
-        raise SharedPromptError(checks.explain("backend", expected, repr(backend)))
-    checks.check_pair_shape(q, "k", k, "v", v)
+    q, k, v = checked_tensors(q, k, v, sinks, backend)
     _check_layout(layout, q, k)
     _check_positions(layout, position_ids)
-    checks.check_sinks(sinks, q)
-    options = make_options(
-        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=True,
-        window_left=_resolve_window(sliding_window, layout), softcap=0.0 if softcap is None else softcap,
-        reference=backend == "reference" or not q.is_cuda, mean_keys=layout.mean_keys, deterministic=deterministic,
+    options = packed_options(
+        q, layout, softmax_scale=softmax_scale, sliding_window=sliding_window, softcap=softcap, backend=backend,
+        deterministic=deterministic,
     )  # fmt: skip
     if backend == "cudnn" or (backend == "auto" and q.is_cuda and _prefers_cudnn(q)):
         out = cudnn.attend_if_chosen(backend, q, k, v, layout, options, sinks)
@@ -139,6 +132,30 @@ def shared_prompt_attention(
             return out
     out, _ = ops.attend(q, k, v, layout.nodes, options, sinks=sinks)
     return out
+
+
+def checked_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, backend: str) -> list[Tensor]:
+    """q, k and v as attention of packed rows takes them; what it raises, see `shared_prompt_attention`."""
+    checks.choice("backend", backend, BACKENDS)
+    q, k, v = checks.inputs(_NAMES, (q, k, v), checks.CPU_DTYPES if backend == "reference" else None)
+    if backend in ("cuda", "cudnn") and not q.is_cuda:
+        expected = f"'auto' or 'reference' for {q.device} tensors"
+        raise SharedPromptError(checks.explain("backend", expected, repr(backend)))
+    checks.check_pair_shape(q, "k", k, "v", v)
+    checks.check_sinks(sinks, q)
+    return [q, k, v]
+
+
+def packed_options(
+    q: Tensor, layout: SharedPromptLayout, *,
+    softmax_scale: float | None, sliding_window: int | None, softcap: float | None, backend: str, deterministic: bool,
+) -> Options:  # fmt: skip
+    """The options of an attention call of a packed row."""
+    return make_options(
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=True,
+        window_left=_resolve_window(sliding_window, layout), softcap=0.0 if softcap is None else softcap,
+        reference=backend == "reference" or not q.is_cuda, mean_keys=layout.mean_keys, deterministic=deterministic,
+    )  # fmt: skip
 
 
 def _prefers_cudnn(q: Tensor) -> bool:

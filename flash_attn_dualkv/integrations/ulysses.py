@@ -17,7 +17,7 @@ Works with any process group; needs no other library.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -26,45 +26,62 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import explain
-from ..errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
+from ..errors import SharedPromptError, SharedPromptLayoutError
+from ..host import to_device
 from ..layout import SharedPromptLayout
 from ..packed_attention import shared_prompt_attention
+from .divided import DividedLayout, check_group
 
 
 @dataclass(frozen=True, eq=False)
-class UlyssesLayout(SharedPromptLayout):
+class UlyssesLayout(DividedLayout):
     """A layout whose rows are divided among a group's ranks: rank r has the r-th slice.
 
     Models of transformers take it as they take a `SharedPromptLayout`.
+
+    Attributes:
+        whole: what was divided: a whole row, or the rows that context parallelism gives to all ranks of the group.
     """
 
-    group: Any = None
-
-    @property
-    def num_local_tokens(self) -> int:
-        return self.num_tokens // dist.get_world_size(self.group)
+    whole: SharedPromptLayout | None = None
 
     @staticmethod
     def of(layout: SharedPromptLayout, group: dist.ProcessGroup) -> UlyssesLayout:
-        """The layout of a whole packed row, divided among the ranks of a group.
+        """The layout of a whole packed row, or of a `ContextLayout`, divided among the ranks of a group.
 
         Args:
-            layout: with a number of rows that the ranks divide; see `pad_to_multiple_of` of the packing.
-            group: of torch.distributed.
+            layout: with a number of rows that the ranks divide; see `pad_to_multiple_of` of the packing, or of
+                `ContextLayout.of`.
+            group: of torch.distributed. Its ranks have the same rows of a `ContextLayout`.
 
         Raises:
             SharedPromptError: an argument is not as described.
         """
         checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
-        _check_group(group)
-        ranks = dist.get_world_size(group)
-        if layout.num_tokens % ranks:
+        check_group(group)
+        if isinstance(layout, UlyssesLayout):
+            raise SharedPromptLayoutError(explain("layout", "one without Ulysses", "a UlyssesLayout"))
+        ranks, rows = dist.get_world_size(group), layout.num_local_tokens
+        if rows % ranks:
             expected = f"a multiple of the {ranks} ranks as number of rows (pad_to_multiple_of={ranks})"
-            raise SharedPromptLayoutError(explain("layout", expected, layout.num_tokens))
-        return UlyssesLayout(**{one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}, group=group)
+            raise SharedPromptLayoutError(explain("layout", expected, rows))
+        begin = dist.get_rank(group) * (rows // ranks)
+        row_index = torch.arange(begin, begin + rows // ranks, device=layout.device)
+        if isinstance(layout, DividedLayout) and layout.row_index is not None:
+            row_index = layout.row_index.index_select(0, row_index)
+        given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
+        return UlyssesLayout(**given, group=group, row_index=row_index, whole=layout)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a UlyssesLayout holds a process group and cannot be pickled; pickle what it is made of")
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        return (self.group, *(self.whole.groups if isinstance(self.whole, DividedLayout) else ()))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return ulysses_attention(q, k, v, self, **options)
+
+    def _copied_to(self, device: torch.device) -> SharedPromptLayout:
+        assert self.whole is not None
+        return replace(self, nodes=to_device([self.nodes], device)[0], position_ids=None, whole=self.whole.to(device))
 
 
 def ulysses_attention(
@@ -110,7 +127,13 @@ def ulysses_attention(
     own_sinks = None if sinks is None else sinks.unflatten(0, (ranks, -1))[rank]
     pieces = exchanged.split([one.shape[2] * one.shape[3] for one in parts], 1)
     own_q, own_k, own_v = (one.unflatten(1, like.shape[2:]) for one, like in zip(pieces, parts))
-    out = shared_prompt_attention(own_q, own_k, own_v, layout, sinks=own_sinks, **options)
+    whole = layout.whole
+    assert whole is not None
+    options["sinks"] = own_sinks
+    if isinstance(whole, DividedLayout):
+        out = whole.attention(own_q, own_k, own_v, **options)
+    else:
+        out = shared_prompt_attention(own_q, own_k, own_v, whole, **options)
     return _Exchange.apply(out.unflatten(0, (ranks, rows)), group).transpose(0, 1).flatten(1, 2)
 
 
@@ -120,7 +143,7 @@ def shard_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     Raises:
         SharedPromptError: an argument is not as described.
     """
-    _check_group(group)
+    check_group(group)
     ranks = dist.get_world_size(group)
     checks.instance("values", values, Tensor)
     if values.dim() < 1 or values.shape[0] % ranks:
@@ -137,15 +160,9 @@ def gather_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     Args:
         values: (T / ranks, ...), equally many rows on every rank.
     """
-    _check_group(group)
+    check_group(group)
     checks.instance("values", values, Tensor)
     return _Gather.apply(values, group)
-
-
-def _check_group(group: Any) -> None:
-    if not dist.is_available() or not dist.is_initialized() or not isinstance(group, dist.ProcessGroup):
-        expected = "a process group of an initialised torch.distributed"
-        raise SharedPromptTypeError(explain("group", expected, checks.describe(group)))
 
 
 class _Exchange(torch.autograd.Function):

@@ -20,8 +20,8 @@ from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUn
 from ...kernels import max_head_dim
 from ...layout import SharedPromptLayout, check_unpacked
 from ...packed_attention import BACKENDS, shared_prompt_attention
+from ..divided import DividedLayout
 from ..replacing import in_place_of, stock_of
-from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard
 from .hybrid.delivery import check_running
 from .masks import DeferredMask, deferred_mask
@@ -129,18 +129,14 @@ def _attend(
         most = MAX_HEAD_DIM if backend == "reference" else max_head_dim(v.device)
         if widest > most:
             raise SharedPromptUnsupportedError(explain("head_dim", f"at most {most} with a shared prompt", widest))
-    attend: Callable[..., Tensor] = ulysses_attention if isinstance(layout, UlyssesLayout) else shared_prompt_attention
-    out = attend(
-        _widen(q),
-        _widen(k),
-        _widen(v),
-        layout,
-        softmax_scale=scaling,
-        sliding_window=window,
-        softcap=softcap,
-        sinks=s_aux,
-        backend=backend,
+    tensors = _widen(q), _widen(k), _widen(v)
+    options: dict[str, Any] = dict(
+        softmax_scale=scaling, sliding_window=window, softcap=softcap, sinks=s_aux, backend=backend
     )
+    if isinstance(layout, DividedLayout):
+        out = layout.attention(*tensors, **options)
+    else:
+        out = shared_prompt_attention(*tensors, layout, **options)
     return out[None, :, :, : v.shape[-1]], None
 
 

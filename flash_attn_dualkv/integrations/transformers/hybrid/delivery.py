@@ -25,8 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ....layout import SharedPromptLayout, is_in_backward
+from ...divided import DividedLayout
 from ...replacing import replace_once
-from ...ulysses import UlyssesLayout
 from .. import guard
 from ..structure import holds
 from . import families, mixers
@@ -163,7 +163,7 @@ def _layout_of(mixer: nn.Module, kwargs: dict[str, Any], outer: _Running | None)
         if not _RECOMPUTES_HOOKS and getattr(outer.module, "gradient_checkpointing", False):
             expected = "a decoder layer that hands it on, for activation checkpointing"
             raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, type(outer.module).__name__))
-    if isinstance(layout, UlyssesLayout):
+    if isinstance(layout, DividedLayout):
         expected = "a row that lies on one GPU, for a layer that carries a state along the sequence"
         raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, "one that ranks divide"))
     if layout is not None and any(kwargs.get(name) is not None for name in _CACHES):

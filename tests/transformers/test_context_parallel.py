@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Context parallelism: on any number of ranks the same output and gradients as in one process."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, ops
+from flash_attn_dualkv.integrations.context_parallel import ContextLayout, context_parallel_attention
+from flash_attn_dualkv.integrations.divided import DividedLayout
+from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
+from flash_attn_dualkv.packed_attention import checked_tensors, packed_options
+
+RANKS = (2, 4, 8)
+# Nodes are cut everywhere, or at multiples of a tile.
+CUTS: dict[str, dict[str, int]] = {"anywhere": dict(tile=1), "tiles": dict(tile=16, chunks=2, pad_to_multiple_of=3)}
+
+
+@dataclass(frozen=True)
+class Case:
+    node_lens: list[int]
+    parents: list[int]
+    options: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (4, 2)
+    dtype: torch.dtype = torch.float64
+    width: int = 8  # head dimension of v
+    pad: int = 0
+
+    @property
+    def layout(self) -> SharedPromptLayout:
+        return SharedPromptLayout.from_tree(self.node_lens, self.parents, pad=self.pad)
+
+
+PROMPTS = [40, 17, 33, 25, 9, 0, 12], [-1, 0, 0, 0, -1, 4, 4]
+TREE = [21, 30, 3, 44, 18, 1, 27, 36, 2, 50], [-1, 0, 1, 2, 1, 0, 5, 6, 5, -1]
+CASES = {
+    "prompts": Case(*PROMPTS, pad=5),
+    "tree": Case(*TREE, heads=(6, 3)),
+    "one sequence": Case([97], [-1], heads=(4, 1)),
+    "window": Case(*TREE, dict(sliding_window=11)),
+    "sinks": Case(*PROMPTS, dict(sinks=True)),
+    "window, sinks, softcap": Case(*TREE, dict(sliding_window=19, sinks=True, softcap=2.0), width=16),
+    "float32": Case(*TREE, dict(sinks=True), dtype=torch.float32),
+    "head groups": Case(*TREE, dict(sinks=True, head_groups=3), heads=(6, 3), width=16),
+    "fewer rows than ranks": Case([2, 1], [-1, 0]),
+}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor
+
+
+def inputs_for(case: Case) -> tuple[Inputs, Tensor, Tensor]:
+    """Also the gradients of the output and of the LSE."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(case.dtype)
+
+    rows, (heads, kv_heads) = case.layout.num_tokens, case.heads
+    inputs = Inputs(
+        normal(rows, heads, 8), normal(rows, kv_heads, 8), normal(rows, kv_heads, case.width), normal(heads)
+    )
+    return inputs, normal(rows, heads, case.width), normal(heads, rows)
+
+
+def expected(case: Case, with_lse: bool = True) -> list[Tensor]:
+    """Output, LSE and gradients in one process; `with_lse`: the LSE has a gradient."""
+    inputs, dout, dlse = inputs_for(case)
+    dlse = dlse if with_lse else torch.zeros_like(dlse)
+    leaves = [one.clone().requires_grad_() for one in inputs]
+    options = {**case.options, "sinks": leaves[3] if case.options.get("sinks") else None}
+    options.pop("head_groups", None)
+    return step(whole_attention, leaves, case.layout, options, dout, dlse)
+
+
+def whole_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout, *, return_lse: bool, sinks: Tensor | None,
+    sliding_window: int | None = None, softcap: float | None = None,
+) -> Any:  # fmt: skip
+    """`shared_prompt_attention`, which gives no LSE, with the LSE."""
+    assert return_lse
+    q, k, v = checked_tensors(q, k, v, sinks, "auto")
+    options = packed_options(
+        q, layout, softmax_scale=None, sliding_window=sliding_window, softcap=softcap, backend="auto",
+        deterministic=False,
+    )  # fmt: skip
+    return ops.attend(q, k, v, layout.nodes, options, sinks=sinks)
+
+
+def step(
+    attention: Any,
+    leaves: list[Tensor],
+    layout: SharedPromptLayout,
+    options: dict[str, Any],
+    dout: Tensor,
+    dlse: Tensor,
+) -> list[Tensor]:
+    out, lse = attention(*leaves[:3], layout, return_lse=True, **options)
+    torch.autograd.backward([out, lse], [dout, dlse])
+    return [out.detach(), lse.detach(), *(one.grad for one in leaves if one.grad is not None)]
+
+
+def run_case(case: Case, layout: ContextLayout) -> list[Tensor]:
+    """What `expected` gives, of a rank's rows."""
+    inputs, dout, dlse = inputs_for(case)
+    leaves = [layout.shard(one).requires_grad_() for one in inputs[:3]] + [inputs.sinks.clone().requires_grad_()]
+    options = {**case.options, "sinks": leaves[3] if case.options.get("sinks") else None}
+    return step(context_parallel_attention, leaves, layout, options, layout.shard(dout), layout.shard(dlse, dim=1))
+
+
+def crossed_layout(case: Case, rank: int, rows_first: bool) -> DividedLayout:
+    """Of 4 ranks, heads over two and rows over two."""
+    neighbours = [dist.new_group(one) for one in ([0, 1], [2, 3])]
+    others = [dist.new_group(one) for one in ([0, 2], [1, 3])]
+    context, heads = neighbours[rank // 2], others[rank % 2]
+    if rows_first:
+        context, heads = others[rank % 2], neighbours[rank // 2]
+    return UlyssesLayout.of(ContextLayout.of(case.layout, context, pad_to_multiple_of=2, tile=1), heads)
+
+
+def _run_rank(rank: int, ranks: int, results: Any) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for name, case in CASES.items():
+        for cut, options in CUTS.items():
+            layout = ContextLayout.of(case.layout, group, **options)
+            results[ranks, rank, name, cut] = [layout.row_index, *run_case(case, layout)]
+    if ranks == 4:
+        for rows_first in (False, True):
+            for name in ("tree", "window, sinks, softcap"):
+                case = CASES[name]
+                crossed = crossed_layout(case, rank, rows_first)
+                results[rank, "crossed", rows_first, name] = run_crossed(case, crossed)
+    if ranks == 2:
+        results[rank, "errors"] = [message(call) for call in wrong_calls(group)]
+        layout = ContextLayout.of(CASES["tree"].layout, group, tile=1)
+        inputs, *_ = inputs_for(CASES["tree"])
+        # A group that the layout does not know.
+        unknown = ContextLayout.at(CASES["tree"].layout, 2, rank, tile=1)
+        parts = [layout.shard(one) for one in inputs[:3]]
+        outs = [context_parallel_attention(*parts, layout), context_parallel_attention(*parts, unknown, group=group)]
+        results[rank, "group"] = torch.equal(*outs)
+        results[rank, "gathered"] = gathering(layout)
+
+
+def run_crossed(case: Case, layout: DividedLayout) -> list[Tensor]:
+    """Whole output and whole gradients; of the sinks this rank's."""
+    inputs, dout, _ = inputs_for(case)
+    leaves = [layout.shard(one).requires_grad_() for one in inputs[:3]] + [inputs.sinks.clone().requires_grad_()]
+    options = {**case.options, "sinks": leaves[3] if case.options.get("sinks") else None}
+    out = layout.attention(*leaves[:3], **options)
+    out.backward(layout.shard(dout))
+    gradients = [one.grad for one in leaves[:3] if one.grad is not None]
+    whole = [layout.gather(one) for one in (out.detach(), *gradients)]
+    return whole + ([] if leaves[3].grad is None else [layout.sum(leaves[3].grad)])
+
+
+def gathering(layout: ContextLayout) -> list[Tensor]:
+    """The whole of a rank's rows, and the gradient of a loss that every rank makes of the whole."""
+    values = torch.arange(layout.num_tokens, dtype=torch.float64)
+    own = layout.shard(values).requires_grad_()
+    whole = layout.gather(own)
+    (whole.square().sum() / layout.num_ranks).backward()
+    assert own.grad is not None
+    return [whole.detach(), own.detach(), own.grad]
+
+
+def wrong_calls(group: Any) -> list[Any]:
+    case = CASES["tree"]
+    layout = ContextLayout.of(case.layout, group)
+    rows = layout.num_local_tokens
+    q, k = torch.zeros(rows, 4, 8), torch.zeros(rows, 2, 8)
+    return [
+        lambda: ContextLayout.of(case.layout, "all"),
+        lambda: ContextLayout.of(layout, group),
+        lambda: ContextLayout.at(case.layout, 2, 2),
+        lambda: ContextLayout.of(case.layout, group, pad_to_multiple_of=0),
+        lambda: context_parallel_attention(q[1:], k, k, layout),
+        lambda: context_parallel_attention(q, k, k, case.layout),  # type: ignore[arg-type]
+        lambda: context_parallel_attention(q, k, k, layout, head_groups=3),
+        lambda: context_parallel_attention(q, k, k, ContextLayout.at(case.layout, 2, 0)),
+        lambda: layout.shard(torch.zeros(3)),
+        lambda: layout.gather(torch.zeros(3)),
+        lambda: UlyssesLayout.of(UlyssesLayout.of(case.layout, group), group),
+        lambda: pickle.dumps(layout),
+    ]
+
+
+MESSAGES = [
+    "group: expected a process group .*, got 'all'",
+    r"layout: expected a whole row \(batch.layout\), got ContextLayout",
+    "rank: expected an int >= 0 and <= 1, got 2",
+    "pad_to_multiple_of: expected an int >= 1, got 0",
+    r"layout: expected \d+ rows a rank in q and k, got \d+ in q, \d+ in k",
+    "layout: expected a ContextLayout, got a SharedPromptLayout",
+    "head_groups: expected a divisor of the 2 KV heads, got 3",
+    "group: expected a process group .*, got None",
+    r"values: expected the \d+ rows of the layout, got 3",
+    r"values: expected this rank's \d+ rows, got \(3,\)",
+    "layout: expected one without Ulysses, got a UlyssesLayout",
+    "a ContextLayout holds a process group",
+]
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except (SharedPromptError, TypeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, Any]:
+    """What all ranks have found, by the number of ranks and the rank."""
+    return {key: one for ranks in RANKS for key, one in run_ranks(_run_rank, ranks, ranks).items()}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_attention(cut: str, name: str, ranks: int, found: dict[Any, Any]) -> None:
+    case = CASES[name]
+    rows, parts = case.layout.num_tokens, [found[ranks, rank, name, cut] for rank in range(ranks)]
+    assert len({len(index) for index, *_ in parts}) == 1
+    for number, (kind, one) in enumerate(zip(("out", "lse", "dq", "dk", "dv"), expected(case)), start=1):
+        dim = int(kind == "lse")
+        whole = torch.full_like(one, torch.nan)
+        for part in parts:
+            is_row = part[0] < rows
+            whole.index_copy_(dim, part[0][is_row], part[number].index_select(dim, is_row.nonzero()[:, 0]))
+            padding = part[number].index_select(dim, (~is_row).nonzero()[:, 0])
+            assert (padding == (-torch.inf if kind == "lse" else 0)).all()
+        live = slice(0, rows - case.pad)
+        got, wanted = (value.movedim(dim, 0)[live] for value in (whole, one))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCES[case.dtype], msg=kind)
+    if "sinks" in case.options:
+        total = sum(part[6] for part in parts)
+        torch.testing.assert_close(total, expected(case)[5], rtol=0, atol=10 * TOLERANCES[case.dtype])
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("name", ["tree", "window, sinks, softcap"])
+@pytest.mark.parametrize("rank", range(4))
+def test_with_ulysses(rank: int, name: str, rows_first: bool, found: dict[Any, Any]) -> None:
+    out, _, *wanted = expected(CASES[name], with_lse=False)
+    for one, other in zip(found[rank, "crossed", rows_first, name], [out, *wanted], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_errors(rank: int, found: dict[Any, Any]) -> None:
+    for error, wanted in zip(found[rank, "errors"], MESSAGES, strict=True):
+        assert re.match(wanted, error), error
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_rows(rank: int, found: dict[Any, Any]) -> None:
+    assert found[rank, "group"]
+    whole, own, gradient = found[rank, "gathered"]
+    assert torch.equal(whole, torch.arange(len(whole), dtype=torch.float64))
+    assert torch.equal(gradient, 2 * own)
