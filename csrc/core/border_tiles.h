@@ -9,9 +9,10 @@
 //                      5: |ccbaa|
 //
 // Slabs wait in the order of the walk, so that border tiles depend on the path alone, as all others
-// do. Only walks whose queries see all ancestors' keys use them (with a window, the last query of
-// the tile decides), and only where they can save work: the tail of the topmost node keeps a tile
-// of its own if no other slab waits. So a prompt with its responses never has one.
+// do. Only the tails of ancestors that all queries see in full are gathered (with a window, the last
+// query of the tile decides), and only where that can save work: the tail of the topmost node keeps
+// a tile of its own if no other slab waits. So a prompt with its responses never has one. A child
+// without keys whose queries are among its parent's keys gathers the tails that the parent does.
 #pragma once
 
 #include "core/nodes.h"
@@ -43,14 +44,14 @@ struct BorderTiles {
   }
 
   BorderSlab* slabs;  // ring of kPlaces
-  bool gathers;
+  int seen_end;    // position before which all queries see all keys; 0: no tails are gathered
   int begin, end;  // waiting slabs, counted along the walk
 
   DUALKV_HD BorderSlab& at(int slab) const { return slabs[static_cast<unsigned>(slab) % kPlaces]; }
 
   // `last_pos` is the logical position of the walk's last query.
   DUALKV_HD void start(const Node& own, int last_pos, Visibility sees) {
-    gathers = sees.first_key(last_pos) == 0 && (!sees.causal || sees_ancestors(own));
+    seen_end = sees.first_key(last_pos) > 0 ? 0 : sees.causal ? own.q_pos0 : kMaxPosition;
     begin = end = 0;
   }
 
@@ -61,7 +62,7 @@ struct BorderTiles {
   // Sets the tail of an ancestor aside, unless it makes as many slabs as a tile has.
   DUALKV_HD bool take_tail(const Node& n, int block_n, bool has_more) {
     const int keys = n.kv_len % block_n;
-    if (!gathers || keys == 0 || keys > block_n - kRows || !(has_more || waiting())) return false;
+    if (n.kv_pos0 + n.kv_len > seen_end || keys == 0 || keys > block_n - kRows || !(has_more || waiting())) return false;
     for (int first = 0; first < keys; first += kRows) {
       at(end++) = {n.kv_begin + n.kv_len - keys + first, min_int(keys - first, kRows)};
     }

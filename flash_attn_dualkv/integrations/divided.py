@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import explain
-from ..errors import SharedPromptError, SharedPromptTypeError
+from ..errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
 from ..layout import SharedPromptLayout
 
 
@@ -122,6 +122,13 @@ def check_group(group: Any) -> None:
     if not dist.is_available() or not dist.is_initialized() or not isinstance(group, dist.ProcessGroup):
         expected = "a process group of an initialised torch.distributed"
         raise SharedPromptTypeError(explain("group", expected, checks.describe(group)))
+
+
+def check_divided(layout: Any, whole: SharedPromptLayout) -> None:
+    """SharedPromptError unless the layout is that of a batch, divided."""
+    checks.instance("layout", layout, DividedLayout, " (UlyssesLayout.of, ContextLayout.of)")
+    if not layout.is_like(whole):
+        raise SharedPromptLayoutError(explain("layout", "the batch's, divided", "that of another batch"))
 
 
 class _Sum(torch.autograd.Function):

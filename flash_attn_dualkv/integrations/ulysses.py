@@ -70,7 +70,8 @@ class UlyssesLayout(DividedLayout):
         if isinstance(layout, DividedLayout) and layout.row_index is not None:
             row_index = layout.row_index.index_select(0, row_index)
         given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
-        return UlyssesLayout(**given, group=group, row_index=row_index, whole=layout)
+        # Of a rank's slice of the positions nothing is known.
+        return UlyssesLayout(**{**given, "position_ids": None}, group=group, row_index=row_index, whole=layout)
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -81,7 +82,7 @@ class UlyssesLayout(DividedLayout):
 
     def _copied_to(self, device: torch.device) -> SharedPromptLayout:
         assert self.whole is not None
-        return replace(self, nodes=to_device([self.nodes], device)[0], position_ids=None, whole=self.whole.to(device))
+        return replace(self, nodes=to_device([self.nodes], device)[0], whole=self.whole.to(device))
 
 
 def ulysses_attention(

@@ -243,6 +243,20 @@ def test_a_window_of_everything_has_the_same_border_tiles(shim: ctypes.CDLL) -> 
     assert 0 < short.border_tiles < expected.border_tiles and short.wrong_borders == 0
 
 
+def test_queries_among_the_keys_of_their_parent_walk_as_it_does(shim: ctypes.CDLL) -> None:
+    """A further run of queries of a node, of which it is a child without keys."""
+    whole = tree_tables([40] + [33] * 12 + [512], list(range(-1, 13)))
+    rows = Tables(np.vstack([whole.nodes, whole.nodes[-1:]]), whole.q_rows, whole.key_rows)
+    rows["q_len"][-2] = 256
+    rows["subtree_end"][:] += rows["subtree_end"] == len(whole.nodes)
+    end, position = whole.key_rows, 40 + 33 * 12
+    parent = len(whole.nodes) - 1
+    rows.nodes[-1] = [end - 256, 256, position + 256, end, 0, position + 512, parent, parent + 2]
+    expected, found = (record(shim.record_gathering, tables.problem(True, (64, 80)), None) for tables in (whole, rows))
+    assert (found.steps, found.border_tiles) == (expected.steps, expected.border_tiles)
+    assert found.border_tiles > 0 == found.wrong_borders
+
+
 def test_walks_without_gain_have_no_border_tile(shim: ctypes.CDLL) -> None:
     """Prompts with responses, and nodes of nearly a tile."""
     prompts = [packed_prompts([96], [[40, 0, 96]]), packed_prompts([16, 7], [[1, 40], [70]])]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
+from tiny_models import MIXED, check_equal, check_gradients, dualkv, gradients, tiny_model
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, ops
@@ -21,6 +22,9 @@ from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 from flash_attn_dualkv.packed_attention import checked_tensors, packed_options
 
 RANKS = (2, 4, 8)
+# Sinks and windows; softcaps; values of another width.
+MODELS = ["qwen3", "gpt_oss", "gemma2", "deepseek_v3"]
+CROSSED_MODELS = ["qwen3", "gpt_oss"]
 # Nodes are cut everywhere, or at multiples of a tile.
 CUTS: dict[str, dict[str, int]] = {"anywhere": dict(tile=1), "tiles": dict(tile=16, chunks=2, pad_to_multiple_of=3)}
 
@@ -122,19 +126,43 @@ def run_case(case: Case, layout: ContextLayout) -> list[Tensor]:
     return step(context_parallel_attention, leaves, layout, options, layout.shard(dout), layout.shard(dlse, dim=1))
 
 
-def crossed_layout(case: Case, rank: int, rows_first: bool) -> DividedLayout:
+def crossed_layout(layout: SharedPromptLayout, rank: int, rows_first: bool) -> DividedLayout:
     """Of 4 ranks, heads over two and rows over two."""
     neighbours = [dist.new_group(one) for one in ([0, 1], [2, 3])]
     others = [dist.new_group(one) for one in ([0, 2], [1, 3])]
     context, heads = neighbours[rank // 2], others[rank % 2]
     if rows_first:
         context, heads = others[rank % 2], neighbours[rank // 2]
-    return UlyssesLayout.of(ContextLayout.of(case.layout, context, pad_to_multiple_of=2, tile=1), heads)
+    return UlyssesLayout.of(ContextLayout.of(layout, context, pad_to_multiple_of=2, tile=1), heads)
+
+
+def model_step(name: str, divide: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Log-probabilities and entropies of all response tokens, and gradients of a loss of them.
+
+    Args:
+        divide: makes the layout of a batch's; None for one process.
+    """
+    model = tiny_model(name).train()
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    batch = MIXED.pack(pad_to_multiple_of=6)
+    layout = None if divide is None else divide(batch.layout)
+    logps, entropy = dualkv.shared_prompt_forward(model, batch, layout=layout, with_entropy=True, temperature=0.7)
+    weights = torch.linspace(-1, 1, len(logps), dtype=logps.dtype)
+    ((logps * weights).sum() + entropy.sum()).div(1 if layout is None else layout.num_ranks).backward()
+    return logps.detach(), entropy.detach(), gradients(model)
+
+
+def ulysses_layout(layout: SharedPromptLayout, rank: int) -> DividedLayout:
+    """Two groups of 2 ranks, each with the whole row."""
+    groups = [dist.new_group(one) for one in ([0, 1], [2, 3])]
+    return UlyssesLayout.of(layout, groups[rank // 2])
 
 
 def _run_rank(rank: int, ranks: int, results: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
+    for name in MODELS if ranks < 8 else ["qwen3"]:
+        results[ranks, rank, "model", name] = model_step(name, lambda one: ContextLayout.of(one, group, tile=1))
     for name, case in CASES.items():
         for cut, options in CUTS.items():
             layout = ContextLayout.of(case.layout, group, **options)
@@ -143,8 +171,11 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
         for rows_first in (False, True):
             for name in ("tree", "window, sinks, softcap"):
                 case = CASES[name]
-                crossed = crossed_layout(case, rank, rows_first)
+                crossed = crossed_layout(case.layout, rank, rows_first)
                 results[rank, "crossed", rows_first, name] = run_crossed(case, crossed)
+        for name in CROSSED_MODELS:
+            results[rank, "crossed", name] = model_step(name, lambda one: crossed_layout(one, rank, False))
+            results[rank, "ulysses", name] = model_step(name, lambda one: ulysses_layout(one, rank))
     if ranks == 2:
         results[rank, "errors"] = [message(call) for call in wrong_calls(group)]
         layout = ContextLayout.of(CASES["tree"].layout, group, tile=1)
@@ -197,6 +228,8 @@ def wrong_calls(group: Any) -> list[Any]:
         lambda: layout.gather(torch.zeros(3)),
         lambda: UlyssesLayout.of(UlyssesLayout.of(case.layout, group), group),
         lambda: pickle.dumps(layout),
+        lambda: dualkv.shared_prompt_forward(tiny_model("qwen3"), MIXED.pack(), layout=layout),
+        lambda: dualkv.shared_prompt_forward(tiny_model("qwen3"), MIXED.pack(), layout=MIXED.pack().layout),
     ]
 
 
@@ -213,6 +246,8 @@ MESSAGES = [
     r"values: expected this rank's \d+ rows, got \(3,\)",
     "layout: expected one without Ulysses, got a UlyssesLayout",
     "a ContextLayout holds a process group",
+    "layout: expected the batch's, divided, got that of another batch",
+    r"layout: expected a DividedLayout \(UlyssesLayout.of, ContextLayout.of\), got a SharedPromptLayout",
 ]
 
 
@@ -260,6 +295,33 @@ def test_with_ulysses(rank: int, name: str, rows_first: bool, found: dict[Any, A
     out, _, *wanted = expected(CASES[name], with_lse=False)
     for one, other in zip(found[rank, "crossed", rows_first, name], [out, *wanted], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in MODELS for ranks in (2, 4)] + [("qwen3", 8)])
+def test_models(name: str, ranks: int, found: dict[Any, Any]) -> None:
+    check_model(name, [found[ranks, rank, "model", name] for rank in range(ranks)])
+
+
+@pytest.mark.parametrize("name", CROSSED_MODELS)
+def test_models_with_ulysses(name: str, found: dict[Any, Any]) -> None:
+    check_model(name, [found[rank, "crossed", name] for rank in range(4)])
+
+
+@pytest.mark.parametrize("name", CROSSED_MODELS)
+@pytest.mark.parametrize("ranks", [(0, 1), (2, 3)])
+def test_models_on_ulysses_alone(ranks: tuple[int, int], name: str, found: dict[Any, Any]) -> None:
+    check_model(name, [found[rank, "ulysses", name] for rank in ranks])
+
+
+def check_model(name: str, parts: list[Any]) -> None:
+    logps, entropy, wanted = model_step(name, None)
+    is_double = logps.dtype == torch.float64
+    for one in parts:
+        check_equal(one[0], logps, 1e-12 if is_double else 4e-6)
+        check_equal(one[1], entropy, 1e-12 if is_double else 4e-6)
+    # The weights of the loss cancel much; parts of Gemma 2 compute in float32.
+    total = {key: sum(one[2][key] for one in parts) for key in wanted}
+    check_gradients(total, wanted, 5e-7 if is_double else 4e-5)
 
 
 @pytest.mark.parametrize("rank", range(2))

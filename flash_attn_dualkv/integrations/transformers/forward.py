@@ -21,6 +21,7 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
+from ..divided import DividedLayout, check_divided
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .first_use import check_first_use
 from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
@@ -41,6 +42,7 @@ def shared_prompt_forward(
     model: nn.Module,
     batch: PackedBatch,
     *,
+    layout: DividedLayout | None = None,
     temperature: float = 1.0,
     with_entropy: Literal[True],
     self_check: bool = True,
@@ -50,6 +52,7 @@ def shared_prompt_forward(
     model: nn.Module,
     batch: PackedBatch,
     *,
+    layout: DividedLayout | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
     self_check: bool = True,
@@ -58,6 +61,7 @@ def shared_prompt_forward(
     model: nn.Module,
     batch: PackedBatch,
     *,
+    layout: DividedLayout | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
     self_check: bool = True,
@@ -69,6 +73,9 @@ def shared_prompt_forward(
             DDP, FSDP or DeepSpeed. Gradients flow to its parameters unless grad mode is off.
         batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device. The images of its prompts are
             those that it was packed with.
+        layout: of the batch, divided among ranks: `UlyssesLayout.of(batch.layout, group)`, `ContextLayout.of(...)`, or
+            one of the other. All ranks must call, with the same batch; all get all scores. A loss of them is divided by
+            `layout.num_ranks`, and the gradients of parameters summed over the ranks. None: this process has the row.
         temperature: divides the logits; finite and > 0.
         with_entropy: also return the entropy of each distribution (natural log, differentiable).
         self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
@@ -90,12 +97,20 @@ def shared_prompt_forward(
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     temperature = checks.number("temperature", temperature)
     checks.flag("with_entropy", with_entropy)
+    token_index, targets = batch.token_index, batch.targets
+    if layout is not None:
+        check_divided(layout, batch.layout)
+        own, token_index = layout.local_rows(token_index)
+        targets = targets.index_select(0, own)
 
     def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
-        targets = batch.targets.to(hidden.device)
-        return score_in_chunks(head, hidden, targets, rows=rows, temperature=temperature, with_entropy=with_entropy)
+        wanted = targets.to(hidden.device)
+        return score_in_chunks(head, hidden, wanted, rows=rows, temperature=temperature, with_entropy=with_entropy)
 
-    logps, entropy = _scored(model, batch, batch.token_index, score, self_check)
+    logps, entropy = _scored(model, batch, token_index, score, self_check, layout)
+    if layout is not None:
+        whole = logps.new_zeros(len(batch.token_index))
+        logps, entropy = (layout.sum(whole.index_copy(0, own, one)) for one in (logps, entropy))
     return logps, entropy if with_entropy else None
 
 
@@ -146,15 +161,25 @@ def checked_rows(rows: Any, batch: PackedBatch) -> Tensor:
     return rows
 
 
-def _scored(model: nn.Module, batch: PackedBatch, rows: Tensor, score: Score, self_check: bool) -> tuple[Tensor, ...]:
-    """score(head, hidden states of these rows, rows of a chunk), from a forward of the model."""
+def _scored(
+    model: nn.Module,
+    batch: PackedBatch,
+    rows: Tensor,
+    score: Score,
+    self_check: bool,
+    layout: DividedLayout | None = None,
+) -> tuple[Tensor, ...]:
+    """score(head, hidden states of these rows, rows of a chunk), from a forward of the model.
+
+    With a divided layout the rows are those of this rank.
+    """
     checks.flag("self_check", self_check)
     causal_lm = causal_lm_of(model)
     with lock_of(causal_lm):
         backbone = _check_model(causal_lm)
         check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
         check_vocabulary(causal_lm, batch)
-        inputs = row_inputs(causal_lm, batch)
+        inputs = row_inputs(causal_lm, batch, layout)
         scorer = _Scorer(causal_lm, backbone, rows, score)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
         with expected, towers_without_layout(causal_lm, batch), replaced_forward(causal_lm, scorer) as call:

@@ -22,6 +22,7 @@ from ... import checks
 from ...checks import describe, explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ..divided import DividedLayout, check_divided
 from .structure import causal_lm_of
 from .support import media_among, tower_configs, tower_names
 
@@ -74,24 +75,28 @@ def check_images(model: nn.Module, names: Iterable[str]) -> None:
                 raise SharedPromptUnsupportedError(explain(f"dropout of a tower's {name}", expected, module.p))
 
 
-def row_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, Any]:
+def row_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout | None = None) -> dict[str, Any]:
     """What a forward of a model takes of a packed batch, images included.
 
     Args:
         model: a causal LM of transformers, wrapped or not.
         batch: packed with its `images`, if it has any. Positions of several dimensions are those of
             `row_values["position_ids"]`, (n, T), or, where these were not given, the model's own.
+        layout: of the batch, divided among ranks (`UlyssesLayout`, `ContextLayout`): the inputs are this rank's rows.
+            None where this process has the whole row.
 
     Returns:
         Keyword arguments of the model: the row, the layout and the images.
 
     Raises:
         SharedPromptError: images of a model that is not exact with them; images that do not fit the placeholders of
-            their prompts; placeholders outside of prompts.
+            their prompts; placeholders outside of prompts; a divided layout of another batch, or with images.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
+    if layout is not None:
+        return _divided_inputs(model, batch, layout)
     causal_lm = causal_lm_of(model)
-    ids, layout = batch.input_ids, batch.layout
+    ids, whole = batch.input_ids, batch.layout
     positions = batch.row_values.get("position_ids")
     if batch.images:
         check_images(causal_lm, batch.images)
@@ -99,11 +104,23 @@ def row_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, Any]:
         if positions is None:
             positions = row_positions(causal_lm, batch)
     if positions is not None:
-        layout = replace(layout, position_ids=positions)
+        whole = replace(whole, position_ids=positions)
     rows = (batch.position_ids if positions is None else positions)[..., None, :]
     marks = {"mm_token_type_ids": _marks(causal_lm.config, batch)[None]} if _is_marked(causal_lm) else {}
     inputs = {"input_ids": ids[None], "position_ids": rows, "attention_mask": None, "use_cache": False}
-    return {**inputs, "shared_prompt_layout": layout, **marks, **batch.images}
+    return {**inputs, "shared_prompt_layout": whole, **marks, **batch.images}
+
+
+def _divided_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout) -> dict[str, Any]:
+    check_divided(layout, batch.layout)
+    if batch.images:
+        expected = "none in a row that ranks divide: the tokens of an image may lie on several"
+        raise SharedPromptUnsupportedError(explain("images", expected, ", ".join(batch.images)))
+    inputs = row_inputs(model, batch)
+    for name, one in inputs.items():
+        if isinstance(one, Tensor):
+            inputs[name] = layout.shard(one, dim=-1)
+    return {**inputs, "shared_prompt_layout": layout}
 
 
 def _is_marked(causal_lm: Any) -> bool:
