@@ -219,8 +219,16 @@ class _Call:
         whole = whole.index_select(0, self.places)
         return whole[..., :width], whole[..., width:]
 
+    def differentiate(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, keys: tuple[Tensor, Tensor]
+    ) -> list[Tensor]:
+        """dq, and this rank's parts of dk and dv of all rows; keys and values are given back on return."""
+        tensors = dout.contiguous(), dlse, q, *keys, None, None, out.contiguous(), lse
+        gradients: list[Tensor] = ops.backward(*pack(BackwardCall(*tensors, self.layout.nodes, self.options)))
+        return gradients
+
     def send(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Every rank's rows of the gradients on their way there: what comes from each rank, and what to wait for."""
+        """The gradients on their way to the ranks that have the rows: what comes, what goes, what to wait for."""
         ranks, width = dist.get_world_size(self.group), dk.shape[2]
         rows = ranks * self.layout.num_local_tokens
         sent = dk.new_zeros((rows, dk.shape[1], width + dv.shape[2]))
@@ -229,6 +237,12 @@ class _Call:
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return received.unflatten(0, (ranks, -1)), sent, work
+
+    def received(self, parts: Tensor, _: Tensor, work: Any) -> Tensor:
+        """The sum of all ranks' parts of this rank's rows; what was sent lives until here."""
+        work.wait()
+        total = torch.float64 if parts.dtype == torch.float64 else torch.float32
+        return parts.sum(0, dtype=total).to(parts.dtype)
 
 
 class _Attention(torch.autograd.Function):
@@ -258,18 +272,15 @@ class _Attention(torch.autograd.Function):
         parts = call.parts
         dout = torch.zeros_like(out) if dout is None else dout
         dlses = [None] * parts if dlse is None else [*dlse.chunk(parts)]
-        by_head = zip(*(one.chunk(parts, 1) for one in (dout, q, out)), lse.chunk(parts), dlses)
+        by_head: Iterator[Any] = zip(*(one.chunk(parts, 1) for one in (dout, q, out)), lse.chunk(parts), dlses)
+        gathered = call.gathered(k, v)
         queries, sent = [], []
-        for (own_dout, own_q, own_out, own_lse, own_dlse), keys in zip(by_head, call.gathered(k, v)):
-            tensors = (own_dout.contiguous(), own_dlse, own_q, *keys, None, None, own_out.contiguous(), own_lse)
-            dq, dk, dv = ops.backward(*pack(BackwardCall(*tensors, call.layout.nodes, call.options)))
+        for own in by_head:
+            dq, *of_keys = call.differentiate(*own, next(gathered))
             queries.append(dq)
-            sent.append(call.send(dk, dv))
-        kept = []
-        for received, _, work in sent:
-            work.wait()
-            total = torch.float64 if received.dtype == torch.float64 else torch.float32
-            kept.append(received.sum(0, dtype=total).to(received.dtype))
+            sent.append(call.send(*of_keys))
+            del of_keys
+        kept = [call.received(*sent.pop(0)) for _ in range(parts)]
         dk, dv = torch.cat(kept, 1).split([k.shape[2], v.shape[2]], 2)
         needs_sinks = sinks is not None and ctx.needs_input_grad[3]
         dsinks = ops.sink_gradient(dout, dlse, out, lse, sinks) if needs_sinks else None

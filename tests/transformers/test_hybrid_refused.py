@@ -14,6 +14,7 @@ from hybrid_models import HYBRIDS, KINDS, hybrid_config, hybrid_model
 from tiny_models import MIXED, dualkv, replicated_logps, row_of, stock_twin, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
+from flash_attn_dualkv.integrations.context_parallel import ContextLayout
 from flash_attn_dualkv.integrations.transformers import first_use
 from flash_attn_dualkv.integrations.transformers.hybrid import delivery, families, installation, mixers
 from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
@@ -105,8 +106,9 @@ def test_caches_are_refused() -> None:
         model(**inputs(use_cache=True))
 
 
-def test_a_row_that_ranks_divide_is_refused() -> None:
-    layout = UlyssesLayout(**{one: getattr(BATCH.layout, one) for one in SharedPromptLayout.__dataclass_fields__})
+@pytest.mark.parametrize("kind", [UlyssesLayout, ContextLayout])
+def test_a_row_that_ranks_divide_is_refused(kind: type[SharedPromptLayout]) -> None:
+    layout = kind(**{one: getattr(BATCH.layout, one) for one in SharedPromptLayout.__dataclass_fields__})
     with pytest.raises(SharedPromptError, match="a row that lies on one GPU"):
         delivery._layout_of(torch.nn.Identity(), {"shared_prompt_layout": layout}, None)
 

@@ -1,0 +1,185 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measure a step on one long tree, of one rank and divided among ranks: context parallelism and Ulysses.
+
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_context.py                       # Qwen3-1.7B, 128K tokens
+    torchrun --nproc-per-node 4 benchmarks/trainers/bench_context.py --modes context crossed
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_context.py --device cpu          # a tiny model, a trial run
+
+bf16, random weights, activation checkpointing, the LM head in chunks over the leaves' tokens. A step is
+log-probabilities and all gradients, with their sum over the ranks, and no optimizer. In the mode "one" every rank has
+the whole row; "crossed" is heads over pairs of ranks, and rows over the pairs. Time is that of the slowest rank, memory
+the peak above weights and gradients of the rank that has most.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from bench_model import make_ids, make_model, pack
+from command import RESULTS, Result, gpu_folder, parser_of
+from measure import Row, relative_difference
+from shapes import ALL_MODELS, Shape
+
+FOLDER = RESULTS / "trainers" / "context"
+MODES = ("one", "context", "ulysses", "crossed")
+
+
+def long_tree(tokens: int, model: str, layers: int | None) -> Shape:
+    """A quarter of the tokens in the root, the others in three levels of two children each: eight sequences."""
+    root, below = (part // 8 * 8 for part in (tokens // 4, 3 * tokens // 4 // 14))
+    nodes = [(root, -1)]
+
+    def grow(parent: int, levels: int) -> None:
+        for _ in range(2 if levels else 0):
+            nodes.append((below, parent))
+            grow(len(nodes) - 1, levels - 1)
+
+    grow(0, 3)
+    sizes = ALL_MODELS[model]
+    sizes = replace(sizes, layers=layers or sizes.layers)
+    heads: dict[str, Any] = dict(heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim)
+    return Shape(f"{model}-L{sizes.layers}-tree-{tokens}", tuple(nodes), **heads, model=sizes)
+
+
+def divided(mode: str, layout: Any) -> Any:
+    """The layout of this rank; None for the whole row."""
+    from flash_attn_dualkv.integrations.context_parallel import ContextLayout
+    from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
+
+    if mode == "one":
+        return None
+    world: Any = dist.group.WORLD
+    if mode == "context":
+        return ContextLayout.of(layout, world)
+    if mode == "ulysses":
+        return UlyssesLayout.of(layout, world)
+    mesh = dist.device_mesh.init_device_mesh(layout.device.type, (dist.get_world_size() // 2, 2))
+    rows, heads = mesh.get_group(0), mesh.get_group(1)
+    return UlyssesLayout.of(ContextLayout.of(layout, rows, pad_to_multiple_of=2), heads)
+
+
+def step_of(model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[Callable[[], Tensor], Row]:
+    """The step, which gives the log-probabilities, and what a rank has of the row."""
+    from flash_attn_dualkv.integrations.transformers import shared_prompt_forward
+
+    ids, dout = make_ids(shape, device)
+    batch = pack(shape, ids)
+    layout = divided(mode, batch.layout)
+    ranks = 1 if layout is None else layout.num_ranks
+
+    def step() -> Tensor:
+        logps, _ = shared_prompt_forward(model, batch, layout=layout)
+        logps.backward(dout / ranks)
+        if layout is not None:
+            for one in model.parameters():
+                dist.all_reduce(one.grad)
+        return logps.detach()
+
+    rows = batch.layout.num_tokens if layout is None else layout.num_local_tokens
+    return step, {"ranks": ranks, "rows_per_rank": rows, "tokens": batch.layout.num_tokens}
+
+
+def largest(value: float, device: torch.device) -> float:
+    """Of all ranks."""
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: int) -> tuple[Row, Tensor, list[Tensor]]:
+    """Figures of a mode, its log-probabilities, and its gradients on the host."""
+    is_cuda = device.type == "cuda"
+    step, row = step_of(model, shape, mode, device)
+    times, peaks = [], []
+    for _ in range(steps + 1):  # the first one tries the model, and warms up
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        logps = step()
+        if is_cuda:
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+        times.append(largest(time.perf_counter() - begin, device))
+    parameters = sum(one.numel() * one.element_size() for one in model.parameters())
+    row = {"mode": mode, **row, "step_ms": 1e3 * statistics.median(times[1:]), "weights_bytes": parameters}
+    if is_cuda:
+        row["peak_bytes"] = int(largest(max(peaks[1:]), device))
+        row["above_bytes"] = row["peak_bytes"] - 2 * parameters
+    gradients = [one.grad.float().cpu() for one in model.parameters()]
+    return row, logps.float().cpu(), gradients
+
+
+def compared(row: Row, found: tuple[Tensor, list[Tensor]], one: tuple[Row, Tensor, list[Tensor]]) -> None:
+    """Add to a row how far it is from that of one rank: rate, memory, results."""
+    alone, logps, gradients = one
+    row["rate_of_one"] = alone["step_ms"] / row["step_ms"]
+    if "above_bytes" in row:
+        row["memory_of_one"] = row["above_bytes"] / alone["above_bytes"]
+    row["logps_difference"] = (found[0] - logps).abs().max().item()
+    row["gradient_difference"] = max(map(relative_difference, found[1], gradients))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=sorted(ALL_MODELS), help="its shape (default: qwen3-1.7b; tiny on the CPU)")
+    parser.add_argument("--layers", type=int, help="as many of its layers (default: all)")
+    parser.add_argument("--tokens", type=int, help="of the tree (default: 128K; 600 on the CPU)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3])
+    parser.add_argument("--steps", type=int, default=3, help="that are timed, behind one that is not")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args(arguments)
+    is_cuda = options.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    is_ours = not dist.is_initialized()  # else by a test
+    if is_ours:
+        dist.init_process_group("nccl" if is_cuda else "gloo")
+    from flash_attn_dualkv.integrations.transformers import register
+
+    register()
+    tokens = options.tokens or (131072 if is_cuda else 600)
+    shape = long_tree(tokens, options.model or ("qwen3-1.7b" if is_cuda else "tiny"), options.layers)
+    model = make_model(shape, "dualkv", torch.bfloat16 if is_cuda else torch.float32, device)
+    gpu = torch.cuda.get_device_name() if is_cuda else "CPU"
+    ranks = dist.get_world_size()
+    name = f"{gpu_folder(gpu)}-x{ranks}"
+    result, rows = Result(options, FOLDER, name, gpu, shape=shape.name, ranks=ranks), []
+    one: Any = None
+    for mode in options.modes:
+        row, logps, gradients = measure(model, shape, mode, device, options.steps)
+        if mode == "one":
+            one = row, logps, gradients
+        elif one is not None:
+            compared(row, (logps, gradients), one)
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(row, flush=True)
+            result.write(rows)
+    if is_ours:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

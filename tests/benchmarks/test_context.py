@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The benchmark of one long tree on several ranks: a trial run, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", "4.57")
+
+import bench_context
+from processes import run_ranks
+
+
+def _run_rank(rank: int, folder: str, results: Any) -> None:
+    given = ["--device", "cpu", "--tokens", "2000", "--steps", "1", "--out", folder, "--name", f"rank{rank}"]
+    results[rank] = bench_context.main([*given, "--modes", *bench_context.MODES])
+
+
+def test_a_trial_run(tmp_path: Path) -> None:
+    assert run_ranks(_run_rank, 4, str(tmp_path)) == dict.fromkeys(range(4), 0)
+    # One rank writes.
+    (path,) = tmp_path.iterdir()
+    found = json.loads(path.read_text())
+    assert found["header"]["ranks"] == 4
+    rows = {row["mode"]: row for row in found["rows"]}
+    assert [*rows] == [*bench_context.MODES]
+    tokens = sum(length for length, _ in bench_context.long_tree(2000, "tiny", None).nodes)
+    assert {row["tokens"] for row in rows.values()} == {tokens}
+    assert rows["one"]["rows_per_rank"] == tokens
+    for mode in bench_context.MODES[1:]:
+        row = rows[mode]
+        assert tokens / 4 <= row["rows_per_rank"] < tokens / 2
+        assert row["ranks"] == 4
+        assert row["logps_difference"] < 1e-5
+        assert row["gradient_difference"] < 1e-5
+        assert row["rate_of_one"] == pytest.approx(rows["one"]["step_ms"] / row["step_ms"])
