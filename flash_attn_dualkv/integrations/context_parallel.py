@@ -220,7 +220,7 @@ class _Call:
         return whole[..., :width], whole[..., width:]
 
     def differentiate(
-        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, keys: tuple[Tensor, Tensor]
+        self, keys: tuple[Tensor, Tensor], dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> list[Tensor]:
         """dq, and this rank's parts of dk and dv of all rows; keys and values are given back on return."""
         tensors = dout.contiguous(), dlse, q, *keys, None, None, out.contiguous(), lse
@@ -276,7 +276,7 @@ class _Attention(torch.autograd.Function):
         gathered = call.gathered(k, v)
         queries, sent = [], []
         for own in by_head:
-            dq, *of_keys = call.differentiate(*own, next(gathered))
+            dq, *of_keys = call.differentiate(next(gathered), *own)
             queries.append(dq)
             sent.append(call.send(*of_keys))
             del of_keys

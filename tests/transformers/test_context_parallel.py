@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,13 +16,14 @@ from processes import run_ranks
 from tiny_models import MIXED, check_equal, check_gradients, dualkv, gradients, tiny_model
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, ops
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, ops, pack_shared_prompts
 from flash_attn_dualkv.integrations.context_parallel import ContextLayout, context_parallel_attention
 from flash_attn_dualkv.integrations.divided import DividedLayout
 from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 from flash_attn_dualkv.packed_attention import checked_tensors, packed_options
 
 RANKS = (2, 4, 8)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Sinks and windows; softcaps; values of another width.
 MODELS = ["qwen3", "gpt_oss", "gemma2", "deepseek_v3"]
 CROSSED_MODELS = ["qwen3", "gpt_oss"]
@@ -158,6 +160,23 @@ def ulysses_layout(layout: SharedPromptLayout, rank: int) -> DividedLayout:
     return UlyssesLayout.of(layout, groups[rank // 2])
 
 
+def page_steps() -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Loss and gradients of the training guide's own forward, and of all steps of the page on several ranks."""
+    names: dict[str, Any] = {}
+    found = []
+    torch.manual_seed(0)
+    own = next(block for block in python_blocks("training.md") if "model(" in block)
+    for block in [own, *python_blocks("long_contexts.md")]:
+        exec(compile(block, "docs", "exec"), names)
+        found.append((names["loss"].detach(), gradients(names["model"])))
+    return found
+
+
+def python_blocks(page: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
+
+
 def _run_rank(rank: int, ranks: int, results: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
@@ -177,6 +196,7 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
             results[rank, "crossed", name] = model_step(name, lambda one: crossed_layout(one, rank, False))
             results[rank, "ulysses", name] = model_step(name, lambda one: ulysses_layout(one, rank))
     if ranks == 2:
+        results[rank, "page"] = page_steps()
         results[rank, "errors"] = [message(call) for call in wrong_calls(group)]
         layout = ContextLayout.of(CASES["tree"].layout, group, tile=1)
         inputs, *_ = inputs_for(CASES["tree"])
@@ -322,6 +342,29 @@ def check_model(name: str, parts: list[Any]) -> None:
     # The weights of the loss cancel much; parts of Gemma 2 compute in float32.
     total = {key: sum(one[2][key] for one in parts) for key in wanted}
     check_gradients(total, wanted, 5e-7 if is_double else 4e-5)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_the_page(rank: int, found: dict[Any, Any]) -> None:
+    (loss, wanted), *others = found[rank, "page"]
+    assert len(others) == 3
+    for other, got in others:
+        check_equal(other, loss, 1e-6)
+        check_gradients(got, wanted, 2e-6)
+
+
+def test_images_are_refused() -> None:
+    batch = pack_shared_prompts([[5, 6]], [[1, 2]], images={"pixel_values": [torch.ones(2, 4)]})
+    with pytest.raises(SharedPromptError, match="images: expected none in a row that ranks divide"):
+        dualkv.row_inputs(tiny_model("qwen3"), batch, ContextLayout.at(batch.layout, 2, 0))
+
+
+def test_a_layout_without_a_group_is_pickled() -> None:
+    layout = ContextLayout.at(CASES["tree"].layout, 3, 1, tile=1)
+    copy = pickle.loads(pickle.dumps(layout))
+    assert layout.row_index is not None and layout.gather_index is not None
+    assert torch.equal(copy.row_index, layout.row_index) and torch.equal(copy.gather_index, layout.gather_index)
+    assert torch.equal(copy.nodes, layout.nodes)
 
 
 @pytest.mark.parametrize("rank", range(2))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pickle
 import re
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +21,6 @@ from flash_attn_dualkv.integrations.ulysses import UlyssesLayout, gather_rows, s
 # Query and KV heads, and which numbers of ranks divide the query heads.
 HEADS = {(8, 8): (2, 4), (8, 2): (2, 4), (8, 1): (2, 4), (12, 6): (2, 4), (12, 4): (2, 3)}
 RANKS = (2, 3, 4)
-PAGE = Path(__file__).resolve().parents[2] / "docs/training.md"
 # Sinks and windows; softcaps; values of another width.
 MODELS = {"qwen3": (2, 4), "gpt_oss": (2, 4), "gemma2": (2, 4), "deepseek_v3": (2, 4)}
 
@@ -83,18 +81,6 @@ def model_step(name: str, group: Any, ranks: int) -> tuple[Tensor, dict[str, Ten
     return logps.detach(), gradients(model)
 
 
-def page_step() -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Loss and gradients of the training guide's own forward, and of its forward on several ranks."""
-    names: dict[str, Any] = {}
-    found = []
-    torch.manual_seed(0)
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.S | re.M):
-        if "model(" in block:
-            exec(compile(block, str(PAGE), "exec"), names)
-            found.append((names["loss"].detach(), gradients(names["model"])))
-    return found
-
-
 def _run_rank(rank: int, ranks: int, results: Any) -> None:
     group = dist.group.WORLD
     layout = layout_for(ranks)
@@ -110,7 +96,6 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
         if ranks in able:
             results[ranks, rank, name] = model_step(name, group, ranks)
     if ranks == 2:
-        results[ranks, rank, "page"] = page_step()
         results[ranks, rank, "errors"] = [message(call) for call in wrong_calls(layout, group)]
 
 
@@ -178,13 +163,6 @@ def test_models(name: str, ranks: int, found: dict[Any, Any]) -> None:
         check_equal(logps, expected, 1e-6)  # parts of the models compute in float32
     total = {key: sum(one[key] for _, one in parts) for key in expected_gradients}
     check_gradients(total, expected_gradients, 2e-6)
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_the_training_guide(rank: int, found: dict[Any, Any]) -> None:
-    (expected, expected_gradients), (loss, own) = found[2, rank, "page"]
-    check_equal(loss, expected, 1e-6)
-    check_gradients(own, expected_gradients, 2e-6)
 
 
 @pytest.mark.parametrize("rank", range(2))
