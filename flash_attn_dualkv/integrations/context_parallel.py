@@ -47,9 +47,11 @@ class ContextLayout(DividedLayout):
 
     Attributes:
         gather_index: (rows,) int64, of each row of the nodes its place among the rows of all ranks, rank by rank.
+        head_groups: keys and values are gathered in so many parts, see `of`.
     """
 
     gather_index: Tensor | None = None
+    head_groups: int = 1
 
     @staticmethod
     def of(
@@ -57,6 +59,7 @@ class ContextLayout(DividedLayout):
         group: dist.ProcessGroup,
         *,
         pad_to_multiple_of: int = 1,
+        head_groups: int = 1,
         chunks: int = CHUNKS,
         tile: int = ROW_TILE,
     ) -> ContextLayout:
@@ -67,6 +70,9 @@ class ContextLayout(DividedLayout):
             group: of torch.distributed.
             pad_to_multiple_of: each rank's rows are padded to a multiple of this: the ranks of Ulysses that divide
                 them, or of tensor parallelism with sequence parallelism.
+            head_groups: keys and values are gathered in so many parts, KV heads by KV heads, each during the attention
+                of the part before; it divides the KV heads of every layer. Less memory, and less waiting where ranks
+                are on several hosts.
             chunks, tile: see `divide_rows`.
 
         Raises:
@@ -74,8 +80,8 @@ class ContextLayout(DividedLayout):
         """
         check_group(group)
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        options: dict[str, Any] = dict(pad_to_multiple_of=pad_to_multiple_of, chunks=chunks, tile=tile)
-        return replace(ContextLayout.at(layout, ranks, rank, **options), group=group)
+        options: dict[str, Any] = dict(pad_to_multiple_of=pad_to_multiple_of, head_groups=head_groups)
+        return replace(ContextLayout.at(layout, ranks, rank, chunks=chunks, tile=tile, **options), group=group)
 
     @staticmethod
     def at(
@@ -84,6 +90,7 @@ class ContextLayout(DividedLayout):
         rank: int,
         *,
         pad_to_multiple_of: int = 1,
+        head_groups: int = 1,
         chunks: int = CHUNKS,
         tile: int = ROW_TILE,
     ) -> ContextLayout:
@@ -94,6 +101,7 @@ class ContextLayout(DividedLayout):
         checks.integer("ranks", ranks, 1)
         checks.integer("rank", rank, 0, ranks - 1)
         multiple = checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1)
+        parts = checks.integer("head_groups", head_groups, 1)
         runs = divide_rows(layout.node_lens, layout.node_parents, ranks, chunks=chunks, tile=tile)
         lengths = [sum(end - begin for begin, end in own) for own in runs]
         local = -(-max(lengths) // multiple) * multiple
@@ -111,7 +119,7 @@ class ContextLayout(DividedLayout):
         given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
         # A rank's positions are no view of the batch's.
         given.update(nodes=moved[0], position_ids=None)
-        return ContextLayout(**given, row_index=moved[1], gather_index=moved[2])
+        return ContextLayout(**given, row_index=moved[1], gather_index=moved[2], head_groups=parts)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return context_parallel_attention(q, k, v, self, **options)
@@ -127,20 +135,20 @@ def context_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: ContextLayout, *, group: Any = None,
     softmax_scale: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, backend: str = "auto", deterministic: bool = False,
-    head_groups: int = 1, return_lse: Literal[False] = False,
+    return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def context_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: ContextLayout, *, group: Any = None,
     softmax_scale: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, backend: str = "auto", deterministic: bool = False,
-    head_groups: int = 1, return_lse: Literal[True],
+    return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def context_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: ContextLayout, *, group: Any = None,
     softmax_scale: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, backend: str = "auto", deterministic: bool = False,
-    head_groups: int = 1, return_lse: bool = False,
+    return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`shared_prompt_attention` of a packed row whose runs lie on the group's ranks.
 
@@ -152,8 +160,6 @@ def context_parallel_attention(
         layout: of the whole row, divided.
         group: whose ranks have the row; None for the layout's.
         sinks: (H,); a rank's gradient is that of its own rows, to be summed over ranks like that of any parameter.
-        head_groups: keys and values are gathered in so many parts, KV heads by KV heads, each during the attention of
-            the part before; a divisor of H_k. Less memory, and less waiting where ranks are on several hosts.
         return_lse: also return the LSE (H, L), differentiable.
         others: of `shared_prompt_attention`.
 
@@ -176,15 +182,14 @@ def context_parallel_attention(
     if layout.device != q.device:
         expected = f"tensors on {q.device} as q, see layout.to()"
         raise SharedPromptLayoutError(explain("layout", expected, layout.device))
-    parts = checks.integer("head_groups", head_groups, 1)
-    if k.shape[1] % parts:
-        raise SharedPromptError(explain("head_groups", f"a divisor of the {k.shape[1]} KV heads", parts))
+    if k.shape[1] % layout.head_groups:
+        raise SharedPromptError(explain("head_groups", f"a divisor of the {k.shape[1]} KV heads", layout.head_groups))
     options = packed_options(
         q, layout, softmax_scale=softmax_scale, sliding_window=sliding_window, softcap=softcap, backend=backend,
         deterministic=deterministic,
     )  # fmt: skip
     ops.refuse_tangents((q, k, v, sinks))
-    out, lse = _Attention.apply(q, k, v, sinks, _Call(layout, group, options, parts))
+    out, lse = _Attention.apply(q, k, v, sinks, _Call(layout, group, options))
     return (out, lse) if return_lse else out
 
 
@@ -193,7 +198,10 @@ class _Call:
     layout: ContextLayout
     group: Any
     options: Options
-    parts: int
+
+    @property
+    def parts(self) -> int:
+        return self.layout.head_groups
 
     @property
     def places(self) -> Tensor:

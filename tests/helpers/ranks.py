@@ -100,17 +100,17 @@ def _run_rank(rank: int, setup: Setup, results: Any) -> None:
     for wrapper in setup.wrappers:
         model = setup.model(rank, torch.float32 if "mixed" in wrapper else setup.dtype)
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
-        wrapped = _wrap(model, wrapper, device)
+        wrapped = wrap(model, wrapper, device)
         batch = setup.share(rank).pack(device=device)
         with torch.no_grad():
             old, _ = dualkv.shared_prompt_forward(wrapped, batch)
         logps, _ = dualkv.shared_prompt_forward(wrapped, batch)
         logps.sum().backward()
-        whole = {name: one.float().cpu() for name, one in _whole_gradients(wrapped, model).items()}
+        whole = {name: one.float().cpu() for name, one in whole_gradients(wrapped, model).items()}
         results[rank, wrapper] = Found(old.cpu(), logps.detach().cpu(), whole)
 
 
-def _wrap(model: Any, wrapper: str, device: torch.device) -> Any:
+def wrap(model: Any, wrapper: str, device: torch.device) -> Any:
     if wrapper == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     if "fsdp1" in wrapper:
@@ -126,7 +126,7 @@ def _wrap(model: Any, wrapper: str, device: torch.device) -> Any:
     return fully_shard(model, mesh=mesh, **policies)
 
 
-def _whole_gradients(wrapped: Any, model: Any) -> dict[str, torch.Tensor]:
+def whole_gradients(wrapped: Any, model: Any) -> dict[str, torch.Tensor]:
     """The gradients of all parameters, unsharded."""
     if not isinstance(wrapped, Fsdp1):
         found = gradients(model)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pickle
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import ranks as ranks_of_models
 import torch
 import torch.distributed as dist
 from processes import run_ranks
@@ -23,6 +24,7 @@ from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 from flash_attn_dualkv.packed_attention import checked_tensors, packed_options
 
 RANKS = (2, 4, 8)
+WRAPPERS = ["ddp", "fsdp1", "fsdp2"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Sinks and windows; softcaps; values of another width.
 MODELS = ["qwen3", "gpt_oss", "gemma2", "deepseek_v3"]
@@ -40,6 +42,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     width: int = 8  # head dimension of v
     pad: int = 0
+    head_groups: int = 1
 
     @property
     def layout(self) -> SharedPromptLayout:
@@ -56,7 +59,7 @@ CASES = {
     "sinks": Case(*PROMPTS, dict(sinks=True)),
     "window, sinks, softcap": Case(*TREE, dict(sliding_window=19, sinks=True, softcap=2.0), width=16),
     "float32": Case(*TREE, dict(sinks=True), dtype=torch.float32),
-    "head groups": Case(*TREE, dict(sinks=True, head_groups=3), heads=(6, 3), width=16),
+    "head groups": Case(*TREE, dict(sinks=True), heads=(6, 3), width=16, head_groups=3),
     "fewer rows than ranks": Case([2, 1], [-1, 0]),
 }
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -89,7 +92,6 @@ def expected(case: Case, with_lse: bool = True) -> list[Tensor]:
     dlse = dlse if with_lse else torch.zeros_like(dlse)
     leaves = [one.clone().requires_grad_() for one in inputs]
     options = {**case.options, "sinks": leaves[3] if case.options.get("sinks") else None}
-    options.pop("head_groups", None)
     return step(whole_attention, leaves, case.layout, options, dout, dlse)
 
 
@@ -160,6 +162,16 @@ def ulysses_layout(layout: SharedPromptLayout, rank: int) -> DividedLayout:
     return UlyssesLayout.of(layout, groups[rank // 2])
 
 
+def wrapped_step(wrapper: str, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities under what averages gradients over the ranks, and all gradients."""
+    model = ranks_of_models.CPU.model(0, torch.float32)
+    wrapped = ranks_of_models.wrap(model, wrapper, torch.device("cpu"))
+    batch = MIXED.pack()
+    logps, _ = dualkv.shared_prompt_forward(wrapped, batch, layout=ContextLayout.of(batch.layout, group, tile=1))
+    logps.sum().backward()
+    return logps.detach(), ranks_of_models.whole_gradients(wrapped, model)
+
+
 def page_steps() -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Loss and gradients of the training guide's own forward, and of all steps of the page on several ranks."""
     names: dict[str, Any] = {}
@@ -184,7 +196,7 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
         results[ranks, rank, "model", name] = model_step(name, lambda one: ContextLayout.of(one, group, tile=1))
     for name, case in CASES.items():
         for cut, options in CUTS.items():
-            layout = ContextLayout.of(case.layout, group, **options)
+            layout = ContextLayout.of(case.layout, group, head_groups=case.head_groups, **options)
             results[ranks, rank, name, cut] = [layout.row_index, *run_case(case, layout)]
     if ranks == 4:
         for rows_first in (False, True):
@@ -197,6 +209,8 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
             results[rank, "ulysses", name] = model_step(name, lambda one: ulysses_layout(one, rank))
     if ranks == 2:
         results[rank, "page"] = page_steps()
+        for wrapper in WRAPPERS:
+            results[rank, wrapper] = wrapped_step(wrapper, group)
         results[rank, "errors"] = [message(call) for call in wrong_calls(group)]
         layout = ContextLayout.of(CASES["tree"].layout, group, tile=1)
         inputs, *_ = inputs_for(CASES["tree"])
@@ -242,7 +256,7 @@ def wrong_calls(group: Any) -> list[Any]:
         lambda: ContextLayout.of(case.layout, group, pad_to_multiple_of=0),
         lambda: context_parallel_attention(q[1:], k, k, layout),
         lambda: context_parallel_attention(q, k, k, case.layout),  # type: ignore[arg-type]
-        lambda: context_parallel_attention(q, k, k, layout, head_groups=3),
+        lambda: context_parallel_attention(q, k, k, replace(layout, head_groups=3)),
         lambda: context_parallel_attention(q, k, k, ContextLayout.at(case.layout, 2, 0)),
         lambda: layout.shard(torch.zeros(3)),
         lambda: layout.gather(torch.zeros(3)),
@@ -351,6 +365,17 @@ def test_the_page(rank: int, found: dict[Any, Any]) -> None:
     for other, got in others:
         check_equal(other, loss, 1e-6)
         check_gradients(got, wanted, 2e-6)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("rank", range(2))
+def test_wrappers(rank: int, wrapper: str, found: dict[Any, Any]) -> None:
+    model = ranks_of_models.CPU.model(0, torch.float32)
+    logps, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
+    logps.sum().backward()
+    got, all_gradients = found[rank, wrapper]
+    check_equal(got, logps.detach(), 4e-6)
+    check_gradients(all_gradients, gradients(model), 1e-5)
 
 
 def test_images_are_refused() -> None:
