@@ -28,13 +28,16 @@ TIMES = ["update_s", "infer_s", "update_s_ours", "infer_s_ours"]  # of both, sid
 VERL, OURS, *OTHERS = (COLORS[name] for name in ("cudnn_flex", "flex_fa4", "fa4", "flex_packed", "fa2"))
 WINDOW = 10  # steps over which TRL's rewards are averaged
 
+# Modes of bench_context.py.
+ROWS = {"one": "on one rank", "context": "context parallelism", "ulysses": "Ulysses", "crossed": "both"}
+
 
 def render(folder: Path) -> list[Path]:
     """The page and the README's table, of all result files; of what was measured twice with verl, the newest.
 
     Args:
-        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/ and vllm/, and gets what is
-            made.
+        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/ and vllm/, of long rows in
+            context/, and gets what is made.
 
     Raises:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
@@ -66,6 +69,7 @@ def render(folder: Path) -> list[Path]:
     sections = {
         "trl": runs_of_trl(folder / "trl"),
         "mismatch": mismatches(folder / "mismatch"),
+        "context": long_contexts(folder / "context"),
         "vllm": rollouts_of_vllm(folder / "vllm"),
     }
     page.write_text(filled("trainers", sections, **parts))
@@ -311,3 +315,39 @@ def mismatches(folder: Path) -> str:
             f" torch {header['torch']}, transformers {header['versions']['transformers']}.",
         ]
     return "\n\n".join(parts)
+
+
+# --- long contexts ----------------------------------------------------------------------------------------------------
+
+
+def long_contexts(folder: Path) -> str:
+    """A table of every result file. "" if there is none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        table = pd.DataFrame(
+            {
+                "row": ROWS[row["mode"]],
+                "ranks": row["ranks"],
+                "rows a rank": row["rows_per_rank"],
+                "step, ms": f"{row['step_ms']:.0f}",
+                "rate": f"{row.get('rate_of_one', 1):.2f}x",
+                "GB above weights and gradients": figure(row, "above_bytes", ".1f", 1e9),
+                "of one rank's": figure(row, "memory_of_one", ".2f"),
+                "log-probabilities": figure(row, "logps_difference", ".1e"),
+                "gradients": figure(row, "gradient_difference", ".1e"),
+            }
+            for row in rows
+        )
+        parts += [
+            f"### {header['shape']}, {header['ranks']} x {header['gpu']}",
+            markdown(table),
+            f"{rows[0]['tokens']} tokens. [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`,"
+            f" torch {header['torch']}, transformers {header['versions']['transformers']}.",
+        ]
+    return "\n\n".join(parts)
+
+
+def figure(row: dict[str, Any], name: str, form: str, unit: float = 1.0) -> str:
+    """A number of a row; "" where it has none."""
+    return format(row[name] / unit, form) if name in row else ""

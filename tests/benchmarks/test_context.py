@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("transformers", "4.57")
 
 import bench_context
+import trainers_report
 from processes import run_ranks
 
 
 def _run_rank(rank: int, folder: str, results: Any) -> None:
     given = ["--device", "cpu", "--tokens", "2000", "--steps", "1", "--out", folder, "--name", f"rank{rank}"]
+    given += ["--commit", "0" * 40]
     results[rank] = bench_context.main([*given, "--modes", *bench_context.MODES])
 
 
@@ -38,3 +40,5 @@ def test_a_trial_run(tmp_path: Path) -> None:
         assert row["logps_difference"] < 1e-5
         assert row["gradient_difference"] < 1e-5
         assert row["rate_of_one"] == pytest.approx(rows["one"]["step_ms"] / row["step_ms"])
+    page = trainers_report.long_contexts(tmp_path)
+    assert all(f"| {name} " in page for name in trainers_report.ROWS.values())
