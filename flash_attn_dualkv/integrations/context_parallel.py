@@ -4,8 +4,8 @@
 Nodes are cut at the borders of chunks of rows, which are dealt out so that ranks have equally many rows and visible
 keys (`data.divide`). The queries of a rank see whole nodes of keys, so that the kernels need nothing new. Keys and
 values are gathered again in the backward, where the gradients that all ranks have for a row go to the rank that has the
-row (as in Megatron-Core and in Llama 3's training: Dubey et al., The Llama 3 Herd of Models, 2024, 3.3.2). Any number
-of heads, other than with Ulysses; and Ulysses may divide what a rank has.
+row (gathered keys as in Llama 3's training: Dubey et al., The Llama 3 Herd of Models, 2024, section 3.3.2). Unlike with
+Ulysses, ranks may be more than heads; and Ulysses may divide what a rank has.
 
     layout = ContextLayout.of(batch.layout, group)
     model(layout.shard(batch.input_ids)[None], position_ids=layout.shard(batch.position_ids)[None],
