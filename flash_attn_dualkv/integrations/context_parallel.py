@@ -175,6 +175,8 @@ def context_parallel_attention(
     group = layout.group if group is None else group
     check_group(group)
     q, k, v = checked_tensors(q, k, v, sinks, backend)
+    if backend == "cudnn":
+        raise SharedPromptError(explain("backend", "'auto' where ranks have parts of a row", repr(backend)))
     rows = layout.num_local_tokens
     if q.shape[0] != rows or k.shape[0] != rows:
         got = f"{q.shape[0]} in q, {k.shape[0]} in k"
