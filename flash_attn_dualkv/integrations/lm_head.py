@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import explain
@@ -39,12 +40,15 @@ def score_in_chunks(
     rows: int,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens and entropies, `rows` rows of logits at a time.
 
     Args:
         head: hidden states (n, D) to logits (n, vocabulary), for every n; in the backward too.
         hidden: (T, D). targets: (T,) int64.
+        group: of processes that divide the vocabulary, equally and in the order of their ranks: head gives a rank's
+            part of it, and the whole gradient of hidden. None: the vocabulary is whole.
 
     Returns:
         logps, entropy: (T,) each, float32, or float64 if the logits are; differentiable once, in
@@ -52,7 +56,7 @@ def score_in_chunks(
     """
     # Whatever the head is, its parameters are the leaves of what it computes of one row.
     parameters = _leaves_of(head(hidden.new_zeros(1, hidden.shape[1]))) if torch.is_grad_enabled() else []
-    settings = _Settings(head, rows, temperature, with_entropy, current_autocast(hidden.device.type))
+    settings = _Settings(head, rows, temperature, with_entropy, current_autocast(hidden.device.type), group)
     logps, entropy = _ChunkedScores.apply(settings, targets, hidden, *parameters)
     return logps, entropy
 
@@ -63,6 +67,21 @@ class _Settings(NamedTuple):
     temperature: float
     with_entropy: bool
     autocast: Callable[[], Any]  # the state of the forward, which the backward takes again
+    group: Any
+
+    def reduced(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Over the parts of the vocabulary, in place."""
+        if self.group is not None:
+            dist.all_reduce(values, operation, group=self.group)
+        return values
+
+    def own_targets(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """(rows, 1) places of the targets in this process's part of the vocabulary, and whether they lie in it."""
+        places = targets[:, None]
+        if self.group is None:
+            return places, torch.ones_like(places, dtype=torch.bool)
+        places = places - dist.get_rank(self.group) * width
+        return places.clamp(0, width - 1), (places >= 0) & (places < width)
 
 
 def current_autocast(device_type: str, **options: Any) -> Callable[[], torch.autocast]:
@@ -221,11 +240,15 @@ def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor
     """Log-probability of each target, entropy, and the logarithm of the normaliser of each row."""
     scaled = _scaled(settings, logits)
     normalizer = scaled.logsumexp(-1)
-    logps = scaled.gather(-1, targets[:, None])[:, 0] - normalizer
+    if settings.group is not None:
+        highest = settings.reduced(normalizer.clone(), dist.ReduceOp.MAX)
+        normalizer = settings.reduced((normalizer - highest).exp_()).log_().add_(highest)
+    places, is_own = settings.own_targets(targets, scaled.shape[-1])
+    logps = settings.reduced(scaled.gather(-1, places).where(is_own, 0.0)[:, 0]) - normalizer
     if not settings.with_entropy:
         return logps, torch.zeros_like(logps), normalizer
     # -p log p, which is 0 where a masked logit (-inf) makes p 0.
-    entropy = torch.special.entr(scaled.sub_(normalizer[:, None]).exp_()).sum(-1)
+    entropy = settings.reduced(torch.special.entr(scaled.sub_(normalizer[:, None]).exp_()).sum(-1))
     return logps, entropy, normalizer
 
 
@@ -245,7 +268,8 @@ def _score_gradient(
     else:
         gradient = torch.special.entr(weights).mul_(d_entropy[:, None])
         gradient.addcmul_(weights, (d_logps + d_entropy * entropy)[:, None], value=-1.0)
-    gradient.scatter_add_(-1, targets[:, None], d_logps[:, None])
+    places, is_own = settings.own_targets(targets, gradient.shape[-1])
+    gradient.scatter_add_(-1, places, d_logps[:, None].where(is_own, 0.0))
     if settings.temperature != 1.0:
         gradient.div_(settings.temperature)
     return gradient.to(logits.dtype)

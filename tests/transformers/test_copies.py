@@ -16,7 +16,7 @@ from processes import run_ranks
 from tiny_models import MIXED, check_equal, dualkv, lose_a_layout, replicated_logps, row_of, stock_twin, tiny_model
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
-from flash_attn_dualkv.integrations.transformers import guard
+from flash_attn_dualkv.integrations import guard
 
 BATCH = MIXED.pack()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout
-from flash_attn_dualkv.integrations.transformers import guard
+from flash_attn_dualkv.integrations import guard
 from flash_attn_dualkv.integrations.transformers.masks import DeferredMask, deferred_mask
 
 accelerate = pytest.importorskip("accelerate")

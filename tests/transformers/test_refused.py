@@ -15,7 +15,8 @@ from hybrid_models import KINDS, hybrid_model
 from tiny_models import MIXED, VERSION, Samples, dualkv, lose_a_layout, row_of, tiny_config, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, kernels
-from flash_attn_dualkv.integrations.transformers import guard, support
+from flash_attn_dualkv.integrations import guard
+from flash_attn_dualkv.integrations.transformers import support
 
 BATCH = MIXED.pack()
 LOST = "shared_prompt_layout: expected consumed by 2 layers that mix tokens, got "

@@ -20,9 +20,10 @@ from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUn
 from ...kernels import max_head_dim
 from ...layout import SharedPromptLayout, check_unpacked
 from ...packed_attention import BACKENDS, shared_prompt_attention
+from .. import guard
 from ..divided import DividedLayout
 from ..replacing import in_place_of, stock_of
-from . import base_class, guard
+from . import base_class
 from .hybrid.delivery import check_running
 from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT

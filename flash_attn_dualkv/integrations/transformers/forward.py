@@ -22,10 +22,10 @@ from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ..divided import DividedLayout, check_divided
+from ..guard import expect_shared_prompt
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .first_use import check_first_use
 from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
-from .guard import expect_shared_prompt
 from .images import row_inputs, towers_without_layout
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
 from .support import check_attention, check_supported, num_mixing_layers, text_config

@@ -17,7 +17,7 @@ from ... import checks
 from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...layout import SharedPromptLayout, check_unpacked
-from . import guard
+from .. import guard
 from .base_class import check_labels
 from .first_use import check_first_use
 from .hybrid import prepare

@@ -28,8 +28,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...checks import explain
 from ...data.pack import pack_shared_prompts
 from ...errors import SharedPromptError
+from .. import guard
 from ..lm_head import current_autocast
-from . import guard
 from .consequences import Generators, without_consequences
 from .structure import causal_lm_of, decoder_of, replaced_forward
 from .support import FirstUseError, fields_of, num_mixing_layers, text_config

@@ -15,9 +15,9 @@ from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ...host import offsets_of
+from ..guard import expect_shared_prompt
 from .first_use import check_first_use
 from .forward import check_vocabulary, checked_rows
-from .guard import expect_shared_prompt
 from .images import row_inputs, towers_without_layout
 from .structure import backbone_name, causal_lm_of, lock_of, replaced_forward
 from .support import check_attention, check_supported, num_mixing_layers, text_config

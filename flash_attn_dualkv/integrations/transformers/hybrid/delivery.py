@@ -25,9 +25,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ....layout import SharedPromptLayout, is_in_backward
+from ... import guard
 from ...divided import DividedLayout
 from ...replacing import replace_once
-from .. import guard
 from ..structure import holds
 from . import families, mixers
 from .families import ATTRIBUTES, family_of, mixers_of

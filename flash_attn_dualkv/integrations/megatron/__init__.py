@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Shared prompts in Megatron-Core: its GPTModel on packed rows, over any tensor and pipeline parallelism.
+
+    install(model_chunks)  # once, after the model is built; calls without a layout do not change
+
+    def forward_step(batches, chunk):
+        batch = next(batches)  # of pack_shared_prompts or pack_prefix_tree
+        return shared_prompt_forward(chunk, batch), lambda scores: loss_of(*scores)
+
+Programs that call the model themselves pass packed_seq_params=SharedPackedSeqParams(batch). Made for megatron-core 0.18
+and 0.19; docs/megatron.md.
+"""
+
+from .attention import SharedPromptAttention, get_gpt_layer_shared_prompt_spec
+from .forward import score_logits, shared_prompt_forward
+from .install import install
+from .params import SharedPackedSeqParams
+
+__all__ = [
+    "SharedPackedSeqParams",
+    "SharedPromptAttention",
+    "get_gpt_layer_shared_prompt_spec",
+    "install",
+    "score_logits",
+    "shared_prompt_forward",
+]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Core attention of Megatron-Core's layers on packed rows, and a layer spec that has it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from ...checks import explain
+from ...errors import SharedPromptError, SharedPromptLayoutError
+from ...packed_attention import shared_prompt_attention
+from .. import guard
+from .params import SharedPackedSeqParams
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class AttentionSettings(NamedTuple):
+    """What a layer's attention computes, beside its sinks.
+
+    Attributes:
+        scale: of the scores.
+        window: a row sees so many positions of its sequence, its own the last; None for all.
+        head_dim_v: of the values that the layer wants, which MLA pads.
+        backend: of `shared_prompt_attention`.
+    """
+
+    scale: float
+    window: int | None
+    head_dim_v: int
+    backend: str
+
+    @staticmethod
+    def of(attention: Any, backend: str) -> AttentionSettings:
+        """From an attention layer, by the rules of Megatron's own core attentions.
+
+        Raises:
+            SharedPromptError: a window behind the row's own position.
+        """
+        config = attention.config
+        # Of MLA's layers; others leave the default to their core attention.
+        scale = getattr(attention, "softmax_scale", None) or config.softmax_scale
+        window = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number):
+            left, right = config.window_size
+            if right > 0:
+                raise SharedPromptError(explain("window_size", "(keys before the own one, 0)", config.window_size))
+            window = left + 1 if left >= 0 else None
+        return AttentionSettings(
+            scale=attention.key_hidden_size**-0.5 if scale is None else float(scale),
+            window=window,
+            head_dim_v=attention.val_hidden_size,
+            backend=backend,
+        )
+
+
+class OnPackedRows:
+    """Over a class of core attention: computes calls that have a layout."""
+
+    dualkv: AttentionSettings
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """query (T, H, d), key (T, H_k, d), value (T, H_k, d_v) of this rank's heads -> (T, H, d_v)."""
+        if not isinstance(packed_seq_params, SharedPackedSeqParams):
+            stock: Any = super()
+            others |= dict(attention_bias=attention_bias, packed_seq_params=packed_seq_params)
+            result: Tensor = stock.forward(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
+            return result
+        module: Any = self
+        if not hasattr(module, "dualkv"):
+            raise SharedPromptLayoutError(explain("core attention", "install(model_chunks) first", "none"))
+        mask_type = module.attn_mask_type if attn_mask_type is None else attn_mask_type
+        if mask_type not in _CAUSAL:
+            raise SharedPromptError(explain("attn_mask_type", "causal with a shared prompt", mask_type))
+        given = dict(attention_mask=attention_mask, attention_bias=attention_bias, **others)
+        unknown = [name for name, one in given.items() if one is not None]
+        if unknown:
+            raise SharedPromptError(explain("core attention", "a layout in place of all masks", ", ".join(unknown)))
+        layout, settings = packed_seq_params.layout, self.dualkv
+        if layout.device != query.device:
+            layout = layout.to(query.device)
+        guard.consume(module, layout)
+        return shared_prompt_attention(
+            query,
+            key,
+            value[..., : settings.head_dim_v],
+            layout,
+            softmax_scale=settings.scale,
+            sliding_window=settings.window,
+            sinks=getattr(module, "softmax_offset", None),
+            backend=settings.backend,
+            deterministic=module.config.deterministic_mode,
+        )
+
+
+class SharedPromptAttention(OnPackedRows, DotProductAttention):
+    """Core attention for layer specs of one's own; models still need `install(model_chunks)`.
+
+    Without a layout it is Megatron's local one, for MLA's head dimensions too, which the local one does not take.
+    """
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+@functools.wraps(get_gpt_layer_local_spec)
+def get_gpt_layer_shared_prompt_spec(*args: Any, **kwargs: Any) -> Any:
+    """Megatron's `get_gpt_layer_local_spec` with our core attention: no Transformer Engine, no apex.
+
+    Args, Returns: those of Megatron's. Models that are made by it still need `install(model_chunks)`.
+    """
+    spec = get_gpt_layer_local_spec(*args, **kwargs)
+    spec.submodules.self_attention.submodules.core_attention = SharedPromptAttention
+    return spec

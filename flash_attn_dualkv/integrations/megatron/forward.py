@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A forward of one pipeline stage over a packed micro-batch, and log-probabilities of the rows that score tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from ... import checks
+from ...checks import explain
+from ...data.batch import PackedBatch
+from ...errors import SharedPromptError
+from ..lm_head import rows_of_a_chunk, score_in_chunks
+from .install import installed_chunk, position_ids_of
+from .params import SharedPackedSeqParams
+
+Scores = tuple[Tensor, "Tensor | None"]
+
+
+class _Request(NamedTuple):
+    """What `output_processor` of Megatron's forward gets as its context."""
+
+    batch: PackedBatch
+    temperature: float
+    with_entropy: bool
+
+
+def shared_prompt_forward(
+    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False, **inputs: Any
+) -> Tensor | Scores:
+    """What `forward_step_func` does with a micro-batch: run this rank's chunk over its rows.
+
+    The last stage runs the LM head over the rows that score tokens alone, some at a time, with the vocabulary divided
+    among the tensor-parallel ranks; other stages return what the next one needs. All tensor-parallel ranks must call
+    with the same batch. With pipeline stages set `variable_seq_lengths`, as micro-batches differ in their rows.
+
+    Args:
+        model: a chunk that is installed, as the pipeline's schedule hands it to `forward_step_func`.
+        batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device; on every stage, of which all but
+            the first need the layout alone. With sequence parallelism packed with `pad_to_multiple_of` = TP.
+        temperature: divides the logits; finite and > 0.
+        with_entropy: also compute the entropy of each distribution (natural log, differentiable).
+        inputs: further arguments of the chunk's forward, `decoder_input` for one.
+
+    Returns:
+        On the last stage (logps, entropy), each (scored tokens,) in float32 (float64 for float64 models), in the order
+        of `batch.targets`, alike on all tensor-parallel ranks; entropy is None unless asked for. Padding of the
+        vocabulary counts, as in Megatron's own loss. On other stages the hidden states (T, 1, D), or with sequence
+        parallelism this rank's slice of them.
+
+    Raises:
+        SharedPromptError: an argument is not as described, or the model is not installed; see `install`.
+        SharedPromptLayoutError: an attention layer has not got the layout.
+    """
+    checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
+    request = _Request(batch, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
+    chunk = installed_chunk(model)
+    if chunk.pre_process and batch.max_token >= chunk.vocab_size:
+        raise SharedPromptError(explain("batch", f"token ids below {chunk.vocab_size}", batch.max_token))
+    output: Tensor | Scores = model(
+        batch.input_ids[None],
+        position_ids_of(chunk, batch.layout),
+        None,
+        packed_seq_params=SharedPackedSeqParams(batch),
+        output_processor=_score_hidden,
+        output_processor_context=request,
+        **inputs,
+    )
+    return output
+
+
+def score_logits(
+    logits: Tensor, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False, group: Any = None
+) -> Scores:
+    """Log-probabilities of the scored tokens from the logits of all rows, of a forward of one's own.
+
+    Args:
+        logits: (1, T, vocabulary / ranks), this rank's part of the vocabulary, as the last stage returns them.
+        batch: whose rows they are.
+        temperature, with_entropy: as in `shared_prompt_forward`, which forms fewer logits.
+        group: the tensor-parallel process group that divides the vocabulary, in the order of its ranks; None: whole.
+
+    Returns:
+        (logps, entropy), as of `shared_prompt_forward`.
+
+    Raises:
+        SharedPromptError: an argument is not as described.
+    """
+    checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
+    checks.instance("logits", logits, Tensor)
+    rows = batch.layout.num_tokens
+    if logits.dim() != 3 or logits.shape[:2] != (1, rows):
+        raise SharedPromptError(explain("logits", f"shape (1, {rows}, vocabulary)", tuple(logits.shape)))
+    request = _Request(batch, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
+    return _scores(lambda chosen: chosen, logits[0], request, group, logits.shape[-1])
+
+
+def _score_hidden(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Any, scale_logits: Any, context: _Request, **_: Any
+) -> Scores:
+    """`output_processor` of the last stage: hidden states (T, 1, D), or this rank's slice, to scores."""
+    is_sliced = output_layer.sequence_parallel
+    if is_sliced:
+        # Every rank scores all rows, so gradients come back alike: each takes its slice of them.
+        hidden_states = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group
+        )
+
+    def logits(hidden: Tensor) -> Tensor:
+        """(rows, D) -> (rows, vocabulary / ranks); the gradient of hidden is summed over the ranks."""
+        output_layer.sequence_parallel = False
+        try:
+            result, _ = output_layer(hidden[:, None], weight=output_weight, runtime_gather_output=False)
+        finally:
+            output_layer.sequence_parallel = is_sliced
+        chosen: Tensor = scale_logits(result)[:, 0]
+        return chosen
+
+    vocabulary = output_layer.output_size_per_partition
+    return _scores(logits, hidden_states[:, 0], context, output_layer.tp_group, vocabulary)
+
+
+def _scores(head: Any, rows: Tensor, request: _Request, group: Any, vocabulary: int) -> Scores:
+    batch = request.batch
+    # One gather for all rows: one per chunk would have a backward as large as the whole pack.
+    chosen = rows.index_select(0, batch.token_index)
+    options: dict[str, Any] = dict(temperature=request.temperature, with_entropy=request.with_entropy, group=group)
+    logps, entropy = score_in_chunks(head, chosen, batch.targets, rows=rows_of_a_chunk(vocabulary), **options)
+    return logps, entropy if request.with_entropy else None

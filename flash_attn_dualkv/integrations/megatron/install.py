@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Prepares built models for packed rows: core attentions, RoPE, and a guard around every forward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from ... import checks
+from ...checks import explain
+from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from ...layout import SharedPromptLayout, check_unpacked, is_in_backward
+from ...packed_attention import BACKENDS
+from .. import guard
+from .attention import AttentionSettings, OnPackedRows
+from .params import SharedPackedSeqParams
+from .rotary import OfPositions
+from .support import check_config, check_training, check_version
+
+# Classes whose forward is known, and may be inherited: subclasses with another forward compute something else.
+_CORES = (DotProductAttention, TEDotProductAttention) if HAVE_TE else (DotProductAttention,)
+_ROTARY = (RotaryEmbedding, YarnRotaryEmbedding)
+_ATTENTIONS = (SelfAttention, MLASelfAttention)
+# Attribute of a chunk that is installed: how many of its layers attend.
+_LAYERS = "dualkv_layers"
+
+
+def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "auto") -> None:
+    """Prepare a model for `SharedPackedSeqParams`, before or after it is wrapped; calls without them do not change.
+
+    Core attentions and RoPE get a class of their own, with the parameters, names and checkpoints of the stock one, and
+    each chunk hooks that check what a packed call passes and that every layer has got its layout. Installing twice
+    changes nothing but the backend.
+
+    Args:
+        model_chunks: a `GPTModel`, the list of this rank's chunks (virtual pipeline stages), or whatever wraps them:
+            Float16Module, DistributedDataParallel, a multimodal model with one `GPTModel` inside.
+        backend: of `shared_prompt_attention`: "reference" computes fp32 models on a GPU, slowly.
+
+    Raises:
+        SharedPromptUnsupportedError: another Megatron-Core; a setting or a layer that is not exact on packed rows, by
+            name.
+        SharedPromptError: an argument is not as described.
+    """
+    check_version()
+    checks.choice("backend", backend, BACKENDS)
+    given = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    chunks = [_gpt_model(one) for one in given]
+    # All checks first: a model is prepared as a whole or not at all.
+    prepared = [(chunk, _attentions(chunk), _rotaries(chunk)) for chunk in chunks]
+    settings = [[AttentionSettings.of(one, backend) for one in attentions] for _, attentions, _ in prepared]
+    for (chunk, attentions, rotaries), of_layers in zip(prepared, settings):
+        for attention, own in zip(attentions, of_layers):
+            core = attention.core_attention
+            core.__class__ = _extended(OnPackedRows, type(core))
+            core.dualkv = own
+        for rotary in rotaries:
+            rotary.__class__ = _extended(OfPositions, type(rotary))
+        if not hasattr(chunk, _LAYERS):
+            chunk.register_forward_pre_hook(_before, with_kwargs=True)
+            chunk.register_forward_hook(_after, always_call=True)
+        setattr(chunk, _LAYERS, len(attentions))
+
+
+def installed_chunk(model: nn.Module) -> Any:
+    """The `GPTModel` inside of a chunk; SharedPromptError if nobody has installed it."""
+    chunk = _gpt_model(model)
+    if not hasattr(chunk, _LAYERS):
+        raise SharedPromptError(explain("model", "install(model_chunks) before the first packed call", "none"))
+    return chunk
+
+
+def position_ids_of(chunk: Any, layout: SharedPromptLayout) -> Tensor | None:
+    """The positions of a packed row as a chunk takes them: (1, T), or (3, 1, T) of multimodal RoPE; views."""
+    own = layout.position_ids
+    if own is None or chunk.position_embedding_type != "mrope":
+        return own if own is None else own[None]
+    return own[:, None] if own.dim() > 1 else own.expand(3, 1, -1)
+
+
+def _gpt_model(model: Any) -> Any:
+    checks.instance("model_chunks", model, nn.Module, ", or a list of them")
+    found = [one for one in model.modules() if isinstance(one, GPTModel)]
+    if len(found) != 1:
+        names = ", ".join(sorted({type(one).__name__ for one in found})) or type(model).__name__
+        raise SharedPromptUnsupportedError(explain("model", "one GPTModel in each chunk", f"{len(found)}: {names}"))
+    return found[0]
+
+
+def _attentions(chunk: Any) -> list[Any]:
+    """The attention layers of a chunk, of which everything is known that mixes tokens."""
+    check_config(chunk.config)
+    found = []
+    for name, layer in chunk.decoder.layers.named_children():
+        if not isinstance(layer, TransformerLayer):
+            raise _unknown(f"decoder.layers.{name}", "a TransformerLayer", layer)
+        if not isinstance(layer.cross_attention, IdentityOp):
+            raise _unknown(f"decoder.layers.{name}.cross_attention", "none", layer.cross_attention)
+        attention = layer.self_attention
+        if isinstance(attention, IdentityOp):
+            continue
+        if not isinstance(attention, _ATTENTIONS):
+            raise _unknown(f"decoder.layers.{name}.self_attention", "SelfAttention or MLASelfAttention", attention)
+        if not _is_known(attention.core_attention, _CORES):
+            expected = " or ".join(one.__name__ for one in _CORES)
+            raise _unknown(f"decoder.layers.{name}.self_attention.core_attention", expected, attention.core_attention)
+        found.append(attention)
+    return found
+
+
+def _rotaries(chunk: nn.Module) -> list[Any]:
+    """What makes the frequencies of RoPE; multimodal RoPE reads position_ids, which are checked."""
+    found = []
+    for name, module in chunk.named_modules():
+        if isinstance(module, MultimodalRotaryEmbedding) or "rotary" not in type(module).__name__.lower():
+            continue
+        if not _is_known(module, _ROTARY):
+            raise _unknown(name, " or ".join(one.__name__ for one in _ROTARY), module)
+        found.append(module)
+    return found
+
+
+def _is_known(module: Any, kinds: tuple[Any, ...]) -> bool:
+    """Whether a module computes as one of these classes do: it may be installed, or inherit the forward."""
+    is_ours = isinstance(module, (OnPackedRows, OfPositions))
+    return is_ours or any(type(module).forward is kind.forward for kind in kinds)
+
+
+@functools.cache
+def _extended(mixin: Any, stock: Any) -> Any:
+    """A class over that of a module: its parameters, names in checkpoints and copies stay what they are."""
+    return stock if issubclass(stock, mixin) else type(f"Shared{stock.__name__}", (mixin, stock), {})
+
+
+def _unknown(name: str, expected: str, got: Any) -> SharedPromptUnsupportedError:
+    return SharedPromptUnsupportedError(explain(name, f"{expected} with shared prompts", type(got).__name__))
+
+
+# --- around a forward -----------------------------------------------------------------------------
+# Functions of the module, which know a chunk by their first argument: a copied chunk is its own.
+
+
+def _before(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inputs = inspect.signature(chunk.forward).bind_partial(*args, **kwargs).arguments
+    params = inputs.get("packed_seq_params")
+    if not isinstance(params, SharedPackedSeqParams):
+        check_unpacked(inputs.get("position_ids"), inputs.get("attention_mask"))
+        return
+    _check_inputs(chunk, params.layout, inputs)
+    check_training(chunk, chunk.config)
+    if getattr(chunk, _LAYERS):
+        guard.begin(params.layout, getattr(chunk, _LAYERS), owner=chunk)
+
+
+def _after(chunk: Any, args: Any, output: Any) -> None:
+    expectation = guard.current()
+    if expectation is None or expectation.owner is not chunk:
+        return
+    guard.end(expectation)
+    if output is not None:  # the forward has not raised
+        expectation.check()
+
+
+def _check_inputs(chunk: Any, layout: SharedPromptLayout, inputs: dict[str, Any]) -> None:
+    """SharedPromptError for a packed call whose other arguments are not those of the packed row."""
+    for name in ("attention_mask", "inference_context", "inference_params"):
+        if inputs.get(name) is not None:
+            expected = "None with SharedPackedSeqParams, whose layout says who sees whom"
+            raise SharedPromptError(explain(name, expected, checks.describe(inputs[name])))
+    ids, rows = inputs.get("input_ids"), layout.num_tokens
+    if ids is not None and tuple(ids.shape) != (1, rows):
+        raise SharedPromptLayoutError(explain("input_ids", f"shape (1, {rows}), as the layout", tuple(ids.shape)))
+    ranks = chunk.config.tensor_model_parallel_size
+    if chunk.config.sequence_parallel and rows % ranks:
+        expected = f"a multiple of the {ranks} tensor-parallel ranks as rows (pack with pad_to_multiple_of={ranks})"
+        raise SharedPromptLayoutError(explain("layout", expected, rows))
+    if chunk.position_embedding_type in ("mrope", "learned_absolute"):
+        _check_positions(chunk, layout, inputs.get("position_ids"))
+
+
+def _check_positions(chunk: Any, layout: SharedPromptLayout, given: Any) -> None:
+    """Positions that a model reads must be those of the batch, which is known by where they lie in memory."""
+    own = position_ids_of(chunk, layout)
+    if own is None or is_in_backward():
+        return
+    is_own = isinstance(given, Tensor) and given.shape == own.shape and given.dtype == own.dtype
+    if not is_own or given.stride() != own.stride() or checks.address(given) != checks.address(own):
+        expected = f"those of the batch as {tuple(own.shape)}, no copy (shared_prompt_forward passes them)"
+        raise SharedPromptLayoutError(explain("position_ids", expected, checks.describe(given)))

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""RoPE of packed rows: the frequencies of each row's position in its sequences.
+
+Megatron makes frequencies for 0 .. longest and lets them begin again with every sequence of cu_seqlens; it does not
+read position_ids. A packed row is one sequence there, so what is made for it are the frequencies of its T rows. They
+come by the two calls that every model and every MLA layer makes: the length that `get_rotary_seq_len` finds in the
+packed_seq_params carries the positions to the `forward` behind it. Nothing is kept in between, so that recomputation
+in the backward, other micro-batches and other threads do not matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...checks import explain
+from ...errors import SharedPromptLayoutError
+from .params import SharedPackedSeqParams
+
+
+class RotaryLength(int):
+    """How many rows get frequencies, and the positions of these rows."""
+
+    positions: Tensor  # (rows,) int64
+    longest: int  # above all positions
+
+    @staticmethod
+    def of(params: SharedPackedSeqParams) -> RotaryLength:
+        layout = params.layout
+        positions = layout.position_ids
+        if positions is None or positions.dim() != 1:
+            raise SharedPromptLayoutError(explain("layout", "positions of text for this RoPE", "several a token"))
+        length = RotaryLength(layout.num_tokens)
+        length.positions, length.longest = positions, layout.max_sequence
+        return length
+
+
+class OfPositions:
+    """Over a class of Megatron's RoPE: takes a `RotaryLength`."""
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        params = kwargs.get("packed_seq_params", args[4] if len(args) > 4 else None)
+        if isinstance(params, SharedPackedSeqParams):
+            return RotaryLength.of(params)
+        stock: Any = super()
+        return int(stock.get_rotary_seq_len(*args, **kwargs))
+
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        if not isinstance(max_seq_len, RotaryLength):
+            return stock.forward(max_seq_len, *args, **kwargs)
+        # Not through the stock forward, whose cache would keep a table for every length.
+        table = stock.get_emb(max_seq_len.longest)
+        return _rows(max_seq_len, *table) if isinstance(table, tuple) else _rows(max_seq_len, table)[0]
+
+    def get_cached_cos_sin(self, seq_len: int, *args: Any, **kwargs: Any) -> Any:
+        stock: Any = super()
+        if not isinstance(seq_len, RotaryLength):
+            return stock.get_cached_cos_sin(seq_len, *args, **kwargs)
+        return _rows(seq_len, *stock.get_cached_cos_sin(seq_len.longest, *args, **kwargs))
+
+
+def _rows(length: RotaryLength, *tables: Any) -> tuple[Any, ...]:
+    """The rows of the positions from tables (longest, 1, 1, d); numbers (of YaRN) stay what they are."""
+    return tuple(one.index_select(0, length.positions) if isinstance(one, Tensor) else one for one in tables)

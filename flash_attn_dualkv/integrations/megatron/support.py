@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which versions of Megatron-Core and which models are exact on packed rows; refusals are decided here and only here.
+
+One row of a prompt stands for all of its copies if what a row computes depends on its path and on nothing else, and if
+every sum over rows is one that our caller weights. Random numbers a row, statistics of routers over all rows and
+experts with a capacity break that; so does what shifts labels by a row or reads one fixed shape of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core
+from torch import nn
+
+from ...checks import explain
+from ...errors import SharedPromptError, SharedPromptUnsupportedError
+
+SUPPORTED = ("0.18", "0.19")
+
+
+def check_version() -> None:
+    """SharedPromptUnsupportedError for a Megatron-Core that this package does not know; names those that it does."""
+    version = str(megatron.core.__version__)
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        expected = " or ".join(f"{one}.x" for one in SUPPORTED)
+        raise SharedPromptUnsupportedError(explain("megatron-core", expected, version))
+
+
+def check_config(config: Any) -> None:
+    """Refuse what no packed row can be computed with, in any mode.
+
+    Raises:
+        SharedPromptUnsupportedError: names the setting, and what it must be.
+    """
+    wrong = next(_unsupported(config), None)
+    if wrong is not None:
+        name, expected = wrong
+        raise SharedPromptUnsupportedError(explain(name, f"{expected} with shared prompts", getattr(config, name)))
+
+
+def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
+    """Settings that a model has and must not have, and what they must be."""
+
+    def has(name: str) -> bool:
+        return bool(getattr(config, name, None))
+
+    if config.context_parallel_size > 1:
+        yield "context_parallel_size", "1 (a packed row is not divided among ranks here)"
+    for name in ("qk_clip", "log_max_attention_logit"):
+        if has(name):
+            yield name, "False (the largest scores are never formed)"
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if has(name):
+            yield name, "False (attention in fp16 or bf16; other layers may compute in FP8)"
+    if has("mtp_num_layers"):
+        yield "mtp_num_layers", "None (multi-token prediction shifts tokens and labels by a row)"
+    if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
+        yield "cuda_graph_impl", "'none' (every micro-batch has another layout)"
+    for name in ("enable_cuda_graph", "external_cuda_graph"):
+        if has(name):
+            yield name, "False (every micro-batch has another layout)"
+    if has("moe_enable_routing_replay"):
+        yield "moe_enable_routing_replay", "False (routes are recorded by tokens, of which rows share some)"
+    if getattr(config, "experimental_attention_variant", None) is not None:
+        yield "experimental_attention_variant", "None"
+    if has("defer_embedding_wgrad_compute"):
+        yield "defer_embedding_wgrad_compute", "False (the head runs over some rows at a time)"
+    if has("moe_router_force_load_balancing"):
+        yield "moe_router_force_load_balancing", "False (routes are random)"
+    if getattr(config, "moe_router_force_biased", None) is not None:
+        yield "moe_router_force_biased", "None (routes are random)"
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        if getattr(config, name, None) is not None:
+            yield name, "None (which tokens an expert drops depends on all rows)"
+    if "quantile_balancing" in _balancing(config):
+        yield "moe_router_load_balancing_type", "another (routes depend on all rows)"
+
+
+def check_training(model: nn.Module, config: Any) -> None:
+    """Refuse what a model in training mode cannot compute with packed rows.
+
+    Raises:
+        SharedPromptError: names the setting or the module, and what it must be.
+    """
+    if not model.training:
+        return
+    for name in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps"):
+        if getattr(config, name, None):
+            expected = "0 in training mode (one row of a prompt cannot have a draw for each response)"
+            raise SharedPromptError(explain(name, expected, getattr(config, name)))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p))
+    if not config.num_moe_experts:
+        return
+    # Prompts count once in what routers sum over tokens, not once for each response.
+    advice = "with shared prompts: routers would count a prompt's tokens once, not once for each response"
+    coefficients = config.moe_aux_loss_coeff
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+    if set(_balancing(config)) - {"none"} and any(coefficients):
+        raise SharedPromptError(explain("moe_aux_loss_coeff", f"0 {advice}", config.moe_aux_loss_coeff))
+    if config.moe_z_loss_coeff:
+        raise SharedPromptError(explain("moe_z_loss_coeff", f"None {advice}", config.moe_z_loss_coeff))
+    if "sinkhorn" in _balancing(config):
+        expected = "another in training mode (routes depend on all rows)"
+        raise SharedPromptError(explain("moe_router_load_balancing_type", expected, "sinkhorn"))
+    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
+        raise SharedPromptError(
+            explain("moe_router_bias_update_rate", f"0 {advice}", config.moe_router_bias_update_rate)
+        )
+
+
+def _balancing(config: Any) -> list[str]:
+    kinds = config.moe_router_load_balancing_type if config.num_moe_experts else "none"
+    return [kinds] if isinstance(kinds, str) else list(kinds)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Megatron-Core on a machine without a GPU: what it makes on "cuda" is made on the CPU, and streams are none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Tensors that are asked for on a GPU are made on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+class _Stream:
+    """Stands for a stream or an event: everything has happened when it is asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stream
+
+
+@contextlib.contextmanager
+def megatron_on_the_cpu(tensor: int = 1, pipeline: int = 1, virtual: int | None = None) -> Iterator[None]:
+    """Megatron's parallel state for this process, in the default group or in one of its own, and its random numbers.
+
+    Args:
+        tensor, pipeline, virtual: sizes of tensor, pipeline and virtual pipeline parallelism.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    state = torch.get_rng_state()
+    cuda = dict(
+        current_device=lambda: "cpu", synchronize=lambda *_: None, is_initialized=lambda: False, Stream=_Stream,
+        Event=_Stream, stream=_Stream, current_stream=_Stream, manual_seed=lambda _: None,
+        get_rng_state=lambda *_, **__: state, set_rng_state=lambda *_, **__: None,
+    )  # fmt: skip
+    own = not torch.distributed.is_initialized()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(patch.object(torch.cuda.random, "get_rng_state", lambda *_, **__: state))
+        stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
+        stack.enter_context(_CudaIsCpu())
+        if own:
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel(tensor, pipeline, virtual)
+        random.model_parallel_cuda_manual_seed(1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            if own:
+                torch.distributed.destroy_process_group()
+
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for by Megatron's sequence parallelism
