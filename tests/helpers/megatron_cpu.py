@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
 
@@ -65,6 +66,8 @@ def megatron_on_the_cpu(tensor: int = 1, pipeline: int = 1, virtual: int | None 
         stack.enter_context(patch.object(torch.cuda.random, "get_rng_state", lambda *_, **__: state))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
         stack.enter_context(_CudaIsCpu())
+        # Functions of a line or two are fused, which takes longer than everything else here.
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
         if own:
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 # Imported once, by the process from which all ranks on the CPU are forked: it takes longer than what most of them do.
-_PRELOADED = ["torch.distributed.fsdp", "transformers.modeling_utils", "flash_attn_dualkv.integrations.transformers"]
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+    "flash_attn_dualkv.integrations.transformers",
+    "flash_attn_dualkv.integrations.megatron",
+]
 
 
 def run_ranks(

@@ -6,11 +6,13 @@ Importing this skips the test module when megatron-core is not installed.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ megatron = importlib.import_module("flash_attn_dualkv.integrations.megatron")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 VOCABULARY = 96
@@ -34,10 +37,11 @@ _COMMON = dict(
     gated_linear_unit=True, activation_func=nn.functional.silu, add_bias_linear=False, masked_softmax_fusion=False,
     bias_activation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, pipeline_dtype=torch.float32,
     attention_softmax_in_fp32=True, gradient_accumulation_fusion=False, persist_layer_norm=False,
+    moe_token_dispatcher_type="alltoall",
 )  # fmt: skip
 _EXPERTS = dict(
     num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16, moe_router_load_balancing_type="none",
-    moe_token_dispatcher_type="alltoall", moe_layer_freq=[0, 1], moe_router_dtype="fp32",
+    moe_layer_freq=[0, 1], moe_router_dtype="fp32",
 )  # fmt: skip
 _YARN = dict(
     yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=16, yarn_beta_fast=32.0, yarn_beta_slow=1.0,
@@ -121,14 +125,29 @@ def tiny_chunk(kind: str, config: Any, **options: Any) -> Any:
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = megatron.SharedPromptAttention
     defaults: dict[str, Any] = dict(position_embedding_type="rope", vocab_size=VOCABULARY, max_sequence_length=128)
-    model = GPTModel(config=config, transformer_layer_spec=spec, **{**defaults, **own.model, **options})
+    with patch.object(WrappedTorchNorm, "__new__", _norm):
+        model = GPTModel(config=config, transformer_layer_spec=spec, **{**defaults, **own.model, **options})
     for name, one in model.named_parameters():
         fill(name, one)
     return model.train()
 
 
-def fill(name: str, parameter: Tensor) -> None:
-    seed = torch.Generator().manual_seed(sum(ord(one) * place for place, one in enumerate(name, 1)))
+_stock_norm = WrappedTorchNorm.__new__
+
+
+def _norm(kind: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's local norm, which refuses sequence parallelism; its gradient is summed as that of others."""
+    alone = copy.copy(config)
+    alone.sequence_parallel = False
+    made = _stock_norm(kind, alone, *args, **kwargs)
+    for one in made.parameters():
+        one.sequence_parallel = config.sequence_parallel
+    return made
+
+
+def fill(name: str, parameter: Tensor, rank: int = 0) -> None:
+    """Random values, by a parameter's name and the rank that has this part of it."""
+    seed = torch.Generator().manual_seed(rank + sum(ord(one) * place for place, one in enumerate(name, 1)))
     values = torch.randn(parameter.shape, generator=seed) * (0.2 if parameter.dim() > 1 else 0.1)
     # Norms are around 1; other vectors, sinks and biases, around 0.
     parameter.data.copy_(values + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
@@ -198,7 +217,7 @@ def alone(model: Any, sequences: Sequences) -> Tensor:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Of all parameters, which are then cleared; none may lack one."""
     missing = [name for name, one in model.named_parameters() if one.grad is None and one.requires_grad]
-    assert not missing
+    assert not missing, missing
     found = {name: one.grad.clone() for name, one in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     return found
@@ -216,4 +235,4 @@ def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], toleran
         name: ((got[name] - one).abs().max() / one.abs().max().clamp(min=1e-3)).item() for name, one in expected.items()
     }
     too_large = {name: error for name, error in errors.items() if not error <= tolerance}
-    assert not too_large
+    assert not too_large, too_large

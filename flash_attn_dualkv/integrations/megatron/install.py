@@ -64,11 +64,10 @@ def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "au
     settings = [[AttentionSettings.of(one, backend) for one in attentions] for _, attentions, _ in prepared]
     for (chunk, attentions, rotaries), of_layers in zip(prepared, settings):
         for attention, own in zip(attentions, of_layers):
-            core = attention.core_attention
-            core.__class__ = _extended(OnPackedRows, type(core))
-            core.dualkv = own
+            _extend(attention.core_attention, OnPackedRows)
+            attention.core_attention.dualkv = own
         for rotary in rotaries:
-            rotary.__class__ = _extended(OfPositions, type(rotary))
+            _extend(rotary, OfPositions)
         if not hasattr(chunk, _LAYERS):
             chunk.register_forward_pre_hook(_before, with_kwargs=True)
             chunk.register_forward_hook(_after, always_call=True)
@@ -139,10 +138,15 @@ def _is_known(module: Any, kinds: tuple[Any, ...]) -> bool:
     return is_ours or any(type(module).forward is kind.forward for kind in kinds)
 
 
+def _extend(module: Any, mixin: Any) -> None:
+    """Give a module a class over its own: its parameters, their names in checkpoints and its copies stay the same."""
+    if not isinstance(module, mixin):
+        module.__class__ = _extended(mixin, module.__class__)
+
+
 @functools.cache
 def _extended(mixin: Any, stock: Any) -> Any:
-    """A class over that of a module: its parameters, names in checkpoints and copies stay what they are."""
-    return stock if issubclass(stock, mixin) else type(f"Shared{stock.__name__}", (mixin, stock), {})
+    return type(f"Shared{stock.__name__}", (mixin, stock), {})
 
 
 def _unknown(name: str, expected: str, got: Any) -> SharedPromptUnsupportedError:

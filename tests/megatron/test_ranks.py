@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tensor, sequence, pipeline and data parallelism with Megatron's own schedules, against one process and no sharing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny_megatron as tiny
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron_cpu import megatron_on_the_cpu
+from processes import run_ranks
+from tiny_megatron import alone, check_close, check_gradients, gradients, megatron, tiny_chunk, tiny_config, weights_of
+from torch import Tensor
+
+RANKS = 4
+MICRO_BATCHES = (tiny.prompts_and_responses, tiny.tree)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the four ranks divide a model."""
+
+    kind: str
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+    sequence: bool = False
+    distributed: bool = False  # the gradients of a distributed optimizer
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+SETUPS = {
+    "tp 2, pp 2": Setup("gqa, q/k norm", 2, 2),
+    "tp 2, sp, pp 2, recompute": Setup(
+        "sinks", 2, 2, sequence=True,
+        config=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    ),
+    "tp 4, sp, fewer groups": Setup("query groups of 1", 4, sequence=True),
+    "pp 2, vpp 2, dp 2": Setup("windows and full", 1, 2, 2, distributed=True),
+    "tp 2, sp, experts": Setup("experts, sigmoid, shared", 2, sequence=True),
+    "tp 2, sp, pp 2, latent": Setup("latent, yarn", 2, 2, sequence=True),
+    "tp 2, pp 2, latent": Setup("latent, yarn", 2, 2),
+    "tied, tp 2, pp 2": Setup("tied", 2, 2),
+    "mrope, tp 2, pp 2": Setup("mrope", 2, 2, sequence=True),
+}  # fmt: skip
+
+
+class Found:
+    """Of all setups, in one start of the processes."""
+
+    everything: dict[Any, Any] | None = None
+
+    @classmethod
+    def get(cls) -> dict[Any, Any]:
+        if cls.everything is None:
+            cls.everything = run_ranks(_run_rank, RANKS, SETUPS)
+        return cls.everything
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_equals_each_sequence_alone(name: str) -> None:
+    setup, found = SETUPS[name], Found.get()
+    ranks = [found[rank, name] for rank in range(RANKS)]
+    with megatron_on_the_cpu():
+        config = tiny_config(setup.kind)
+        model = tiny_chunk(setup.kind, config)
+        whole = {name: one for rank in ranks for name, one in rank["parameters"].items()}
+        with torch.no_grad():
+            for parameter_name, one in model.named_parameters():
+                one.copy_(whole[parameter_name])
+        expected = []
+        for make in MICRO_BATCHES:
+            logps = alone(model, make()[0])
+            # The schedule divides a loss by the number of micro-batches.
+            ((logps * weights_of(len(logps))).sum() / len(MICRO_BATCHES)).backward()
+            expected.append(logps.detach())
+        expected_gradients = gradients(model)
+    scored = [rank["logps"] for rank in ranks if rank["logps"]]
+    assert len(scored) == RANKS // setup.pipeline
+    for logps in scored:
+        for got, wanted in zip(logps, expected):
+            check_close(got, wanted, 5e-6)
+    got = {name: one for rank in ranks for name, one in rank["gradients"].items()}
+    if setup.kind == "tied":  # the last stage has a copy
+        assert torch.equal(got.pop("output_layer.weight"), got["embedding.word_embeddings.weight"])
+    check_gradients(got, expected_gradients, 2e-5)
+
+
+def _run_rank(rank: int, setups: dict[str, Setup], results: Any) -> None:
+    for name, setup in setups.items():
+        with megatron_on_the_cpu(setup.tensor, setup.pipeline, setup.virtual):
+            results[rank, name] = _step(setup)
+
+
+def _step(setup: Setup) -> dict[str, Any]:
+    """One step without its optimizer: what this rank scores, and its share of parameters and gradients, made whole."""
+    config = tiny_config(
+        setup.kind, tensor_model_parallel_size=setup.tensor, pipeline_model_parallel_size=setup.pipeline,
+        virtual_pipeline_model_parallel_size=setup.virtual, sequence_parallel=setup.sequence,
+        variable_seq_lengths=setup.pipeline > 1, batch_p2p_comm=False, overlap_p2p_comm=bool(setup.virtual),
+        **setup.config,
+    )  # fmt: skip
+    stages = range(setup.virtual or 1)
+    last = dict(ignore_virtual=False)
+    chunks = [
+        tiny_chunk(
+            setup.kind, config, vp_stage=stage if setup.virtual else None,
+            pre_process=parallel_state.is_pipeline_first_stage(vp_stage=stage, **last),
+            post_process=parallel_state.is_pipeline_last_stage(vp_stage=stage, **last),
+        )
+        for stage in stages
+    ]  # fmt: skip
+    for chunk in chunks:
+        for parameter_name, one in chunk.named_parameters():
+            _fill_share(_global_name(chunk, parameter_name), one)
+    megatron.install(chunks)
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=setup.distributed, overlap_grad_reduce=False
+    )
+    wrapped = [DistributedDataParallel(config, options, one, disable_bucketing=bool(at)) for at, one in enumerate(chunks)]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = None
+    scored: list[Tensor] = []
+    for one in wrapped:
+        one.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, scored),
+        data_iterator=[iter([make()[1] for make in MICRO_BATCHES]) for _ in stages] if setup.virtual else iter(
+            [make()[1] for make in MICRO_BATCHES]
+        ),
+        model=wrapped if setup.virtual else wrapped[0],
+        num_microbatches=len(MICRO_BATCHES),
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    for one in wrapped if setup.distributed else ():
+        _gather_gradients(one)
+    parameters, found = {}, {}
+    for chunk in chunks:
+        for parameter_name, one in chunk.named_parameters():
+            name = _global_name(chunk, parameter_name)
+            parameters[name] = _whole(parameter_name, one, one.data)
+            found[name] = _whole(parameter_name, one, one.main_grad)
+    return dict(logps=scored, parameters=parameters, gradients=found)
+
+
+def _gather_gradients(chunk: Any) -> None:
+    """The parts that the ranks of a distributed optimizer have, to all of them."""
+    group = parallel_state.get_data_parallel_group()
+    for buffer in chunk.buffers:
+        for bucket in buffer.buckets:
+            part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, part, group=group)
+
+
+def _forward_step(scored: list[Tensor], batches: Any, chunk: Any) -> Any:
+    output = megatron.shared_prompt_forward(chunk, next(batches))
+
+    def loss(scores: Any) -> Any:
+        logps, _ = scores
+        scored.append(logps.detach())
+        return (logps * weights_of(len(logps))).sum(), {}
+
+    return output, loss
+
+
+def _global_name(chunk: Any, name: str) -> str:
+    """With the number of a layer in the whole model."""
+    parts = name.split(".")
+    if parts[0] == "decoder" and parts[1] == "layers":
+        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+    return ".".join(parts)
+
+
+def _fill_share(name: str, parameter: Tensor) -> None:
+    """Other values on every rank, where the ranks have parts."""
+    rank = parallel_state.get_tensor_model_parallel_rank() if _part_dim(name, parameter) is not None else 0
+    # The copy of tied embeddings on the last stage.
+    tiny.fill("embedding.word_embeddings.weight" if name == "output_layer.weight" else name, parameter, rank)
+
+
+def _part_dim(name: str, parameter: Tensor) -> int | None:
+    """In which tensor-parallel ranks have parts of a parameter; the sinks of their heads are not marked as such."""
+    if name.endswith("softmax_offset"):
+        return 0
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def _whole(name: str, parameter: Tensor, value: Tensor) -> Tensor:
+    """The parts of all tensor-parallel ranks."""
+    dim = _part_dim(name, parameter)
+    if dim is None:
+        return value.clone()
+    parts = [torch.empty_like(value) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+    torch.distributed.all_gather(parts, value.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    if "linear_fc1" in name:  # gates and values, each in parts
+        halves = zip(*(one.chunk(2) for one in parts))
+        return torch.cat([torch.cat(half) for half in halves])
+    return torch.cat(parts, dim)
