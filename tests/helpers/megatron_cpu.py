@@ -26,6 +26,11 @@ class _CudaIsCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _on_cpu(function: Any, *args: Any) -> Any:
+    with _CudaIsCpu():
+        return function(*args)
+
+
 class _Stream:
     """Stands for a stream or an event: everything has happened when it is asked for."""
 
@@ -52,6 +57,7 @@ def megatron_on_the_cpu(tensor: int = 1, pipeline: int = 1, virtual: int | None 
         tensor, pipeline, virtual: sizes of tensor, pipeline and virtual pipeline parallelism.
     """
     from megatron.core import parallel_state
+    from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random
 
     state = torch.get_rng_state()
@@ -66,6 +72,11 @@ def megatron_on_the_cpu(tensor: int = 1, pipeline: int = 1, virtual: int | None 
         stack.enter_context(patch.object(torch.cuda.random, "get_rng_state", lambda *_, **__: state))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
         stack.enter_context(_CudaIsCpu())
+        # Recomputation in a backward is outside of modes.
+        stock = fused_softmax.get_sliding_window_causal_mask
+        stack.enter_context(
+            patch.object(fused_softmax, "get_sliding_window_causal_mask", lambda *args: _on_cpu(stock, *args))
+        )
         # Functions of a line or two are fused, which takes longer than everything else here.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         if own:

@@ -208,7 +208,7 @@ def alone(model: Any, sequences: Sequences) -> Tensor:
         if model.position_embedding_type == "mrope":
             positions = positions.expand(3, 1, -1)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        logps = model(ids[None], positions, hidden, runtime_gather_output=True)[0].log_softmax(-1)
+        logps = model(ids[None], positions, hidden, runtime_gather_output=True)[0].float().log_softmax(-1)
         places = torch.tensor(mask).nonzero()[:, 0]
         found.append(logps[places - 1].gather(-1, ids[places][:, None])[:, 0])
     return torch.cat(found)

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import tiny_megatron as tiny
+import torch
+from megatron.core.transformer.module import Float16Module
 from megatron_cpu import megatron_on_the_cpu
 from tiny_megatron import alone, check_close, check_gradients, gradients, megatron, tiny_chunk, tiny_config, weights_of
+
+from flash_attn_dualkv.integrations import lm_head
 
 BATCHES = {"prompts": tiny.prompts_and_responses, "tree": tiny.tree}
 VALUE, GRADIENT = 5e-6, 2e-5
@@ -39,3 +43,87 @@ def compare(model: Any, make: Any, **options: Any) -> None:
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_equals_each_sequence_alone(kind: str, batch: str) -> None:
     compare(tiny_chunk(kind, tiny_config(kind)), BATCHES[batch])
+
+
+RECOMPUTATIONS: dict[str, dict[str, Any]] = {
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "block": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "attention": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "mlp": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
+}
+
+
+@pytest.mark.parametrize("recomputation", RECOMPUTATIONS)
+@pytest.mark.parametrize("kind", ["sinks", "latent, yarn"])
+def test_recomputation(kind: str, recomputation: str) -> None:
+    compare(tiny_chunk(kind, tiny_config(kind, **RECOMPUTATIONS[recomputation])), tiny.tree)
+
+
+def test_heads_in_chunks_temperature_and_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences, batch = tiny.tree()
+    model = tiny_chunk("gqa, q/k norm", tiny_config("gqa, q/k norm"))
+    megatron.install(model)
+    logits = model(
+        batch.input_ids[None], None, None, packed_seq_params=megatron.SharedPackedSeqParams(batch)
+    )[0, batch.token_index]  # fmt: skip
+    wanted = (logits / 0.7).log_softmax(-1)
+    loss = (wanted.gather(-1, batch.targets[:, None])[:, 0] - 0.3 * (wanted.exp() * wanted).sum(-1)).square().sum()
+    loss.backward()
+    expected = gradients(model)
+
+    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", 5 * tiny.VOCABULARY)
+    for scores in (
+        megatron.shared_prompt_forward(model, batch, temperature=0.7, with_entropy=True),
+        megatron.score_logits(
+            model(batch.input_ids[None], None, None, packed_seq_params=megatron.SharedPackedSeqParams(batch)),
+            batch,
+            temperature=0.7,
+            with_entropy=True,
+        ),
+    ):
+        logps, entropy = scores
+        check_close(logps.detach(), wanted.gather(-1, batch.targets[:, None])[:, 0].detach(), VALUE)
+        (logps + 0.3 * entropy).square().sum().backward()
+        check_gradients(gradients(model), expected, GRADIENT)
+    assert sequences.tokens
+
+
+def test_16_bits() -> None:
+    """No further from float32 than each sequence alone in bf16 is."""
+    kind = "gqa, q/k norm"
+    sequences, batch = tiny.prompts_and_responses()
+    exact = alone(tiny_chunk(kind, tiny_config(kind)), sequences).detach()
+    config = tiny_config(kind, bf16=True, params_dtype=torch.bfloat16)
+    model = tiny_chunk(kind, config)
+    wrapped = Float16Module(config, model)
+    stock = alone(model, sequences).detach()
+    megatron.install([wrapped])
+    logps, _ = megatron.shared_prompt_forward(wrapped, batch)
+    assert logps.dtype == torch.float32
+    assert (logps - exact).abs().max() <= 2 * (stock - exact).abs().max() + 1e-2
+    logps.sum().backward()
+    assert all(one.grad is not None and one.grad.dtype == torch.bfloat16 for one in wrapped.parameters())
+
+
+def test_calls_without_a_layout_do_not_change() -> None:
+    for kind in ("sinks", "yarn", "mrope", "latent, yarn"):
+        model = tiny_chunk(kind, tiny_config(kind))
+        sequences, _ = tiny.tree()
+        before, names = alone(model, sequences), list(model.state_dict())
+        megatron.install(model)
+        megatron.install([model])  # twice is once
+        assert torch.equal(alone(model, sequences), before)
+        assert list(model.state_dict()) == names
+
+
+def test_rows_of_cosines_and_sines() -> None:
+    """What MLA's fused RoPE reads: those of the rows' positions."""
+    model = tiny_chunk("latent, yarn", tiny_config("latent, yarn"))
+    _, batch = tiny.tree()
+    megatron.install(model)
+    rotary = model.decoder.layers[0].self_attention.rotary_pos_emb
+    params = megatron.SharedPackedSeqParams(batch)
+    length = rotary.get_rotary_seq_len(None, None, None, model.config, params)
+    assert length == batch.layout.num_tokens
+    for packed, plain in zip(rotary.get_cached_cos_sin(length), rotary.get_cached_cos_sin(64)):
+        assert torch.equal(packed, plain[batch.position_ids])

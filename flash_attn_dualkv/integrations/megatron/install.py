@@ -139,7 +139,7 @@ def _is_known(module: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def _extend(module: Any, mixin: Any) -> None:
-    """Give a module a class over its own: its parameters, their names in checkpoints and its copies stay the same."""
+    """Give a module a class over its own: its parameters and their names in checkpoints stay the same."""
     if not isinstance(module, mixin):
         module.__class__ = _extended(mixin, module.__class__)
 
@@ -154,7 +154,6 @@ def _unknown(name: str, expected: str, got: Any) -> SharedPromptUnsupportedError
 
 
 # --- around a forward -----------------------------------------------------------------------------
-# Functions of the module, which know a chunk by their first argument: a copied chunk is its own.
 
 
 def _before(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is not exact on packed rows of Megatron's models raises an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core
+import pytest
+import tiny_megatron as tiny
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron_cpu import megatron_on_the_cpu
+from tiny_megatron import megatron as shared
+from tiny_megatron import tiny_chunk, tiny_config
+
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from flash_attn_dualkv.layout import SharedPromptLayout
+
+KIND = "gqa, q/k norm"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu() -> Iterator[None]:
+    with megatron_on_the_cpu():
+        yield
+
+
+def chunk(kind: str = KIND, **settings: Any) -> Any:
+    """A model whose configuration says these things, whatever it was built with."""
+    model = tiny_chunk(kind, tiny_config(kind))
+    for name, value in settings.items():
+        assert hasattr(model.config, name)
+        setattr(model.config, name, value)
+    return model
+
+
+SETTINGS: list[tuple[str, Any]] = [
+    ("context_parallel_size", 2), ("qk_clip", True), ("log_max_attention_logit", True),
+    ("fp8_dot_product_attention", True), ("fp8_multi_head_attention", True), ("mtp_num_layers", 1),
+    ("cuda_graph_impl", "local"), ("enable_cuda_graph", True), ("moe_enable_routing_replay", True),
+    ("experimental_attention_variant", "dsa"), ("defer_embedding_wgrad_compute", True),
+    ("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("window_size", (4, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
+def test_settings(name: str, value: Any) -> None:
+    model = chunk(**{name: value})
+    with pytest.raises(SharedPromptError, match=name):
+        shared.install(model)
+    # As a whole or not at all.
+    assert type(model.decoder.layers[0].self_attention.core_attention) is DotProductAttention
+
+
+TRAINING: list[tuple[str, dict[str, Any]]] = [
+    (KIND, dict(attention_dropout=0.1)),
+    (KIND, dict(hidden_dropout=0.1)),
+    ("experts", dict(moe_input_jitter_eps=0.1)),
+    ("experts", dict(moe_aux_loss_coeff=0.01, moe_router_load_balancing_type="aux_loss")),
+    ("experts", dict(moe_aux_loss_coeff=[0.01, 0.0], moe_router_load_balancing_type=["seq_aux_loss", "aux_loss"])),
+    ("experts", dict(moe_z_loss_coeff=1e-3)),
+    ("experts", dict(moe_router_load_balancing_type="sinkhorn")),
+    ("experts, sigmoid, shared", dict(moe_router_bias_update_rate=1e-3)),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), TRAINING)
+def test_settings_of_training(kind: str, settings: dict[str, Any]) -> None:
+    model = chunk(kind, **settings)
+    shared.install(model)
+    _, batch = tiny.tree()
+    with pytest.raises(SharedPromptError, match=next(iter(settings))):
+        shared.shared_prompt_forward(model, batch)
+    if "sinkhorn" not in settings.values():  # it routes otherwise in eval mode
+        logps, _ = shared.shared_prompt_forward(model.eval(), batch)
+        assert logps.isfinite().all()
+
+
+def test_a_module_of_dropout() -> None:
+    model = chunk()
+    model.decoder.layers[1].mlp.extra = torch.nn.Dropout(0.1)
+    shared.install(model)
+    with pytest.raises(SharedPromptError, match="dropout of decoder.layers.1.mlp.extra"):
+        shared.shared_prompt_forward(model, tiny.tree()[1])
+
+
+def test_routers_would_count_prompts_once() -> None:
+    """Why the losses of routers are refused: that of a packed row is another than that of replicated prompts."""
+    _, batch = tiny.prompts_and_responses()
+    counts = batch.multiplicity
+    assert counts.sum() == batch.num_replicated_tokens > batch.layout.num_tokens
+
+
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = chunk()
+    for version in ("0.17.1", "0.20.0", "1.0"):
+        monkeypatch.setattr(megatron.core, "__version__", version)
+        with pytest.raises(SharedPromptUnsupportedError, match=f"expected 0.18.x or 0.19.x, got {version}"):
+            shared.install(model)
+
+
+class _OtherAttention(DotProductAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_unknown_layers() -> None:
+    model = chunk()
+    model.decoder.layers[1].self_attention.core_attention.__class__ = _OtherAttention
+    with pytest.raises(SharedPromptUnsupportedError, match="layers.1.self_attention.core_attention.*_OtherAttention"):
+        shared.install(model)
+    model = chunk()
+    model.decoder.layers[0].self_attention = torch.nn.Linear(2, 2)
+    with pytest.raises(SharedPromptUnsupportedError, match="layers.0.self_attention.*Linear"):
+        shared.install(model)
+    model = chunk()
+    model.decoder.layers[0].cross_attention = torch.nn.Linear(2, 2)
+    with pytest.raises(SharedPromptUnsupportedError, match="layers.0.cross_attention"):
+        shared.install(model)
+    model = chunk()
+    model.decoder.layers.append(torch.nn.Linear(2, 2))
+    with pytest.raises(SharedPromptUnsupportedError, match="decoder.layers.2.*TransformerLayer.*Linear"):
+        shared.install(model)
+    model = chunk()
+    model.rotary_pos_emb = type("OtherRotary", (torch.nn.Module,), {})()
+    with pytest.raises(SharedPromptUnsupportedError, match="rotary_pos_emb.*OtherRotary"):
+        shared.install(model)
+    with pytest.raises(SharedPromptUnsupportedError, match="one GPTModel in each chunk, got 0: Linear"):
+        shared.install(torch.nn.Linear(2, 2))
+
+
+class _LikeTransformerEngine(torch.nn.Module):
+    """Copies the fields of packed_seq_params that it knows, as Transformer Engine's attention does."""
+
+    def forward(self, query: Any, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any) -> Any:
+        known = {name: getattr(packed_seq_params, name) for name in PackedSeqParams.__dataclass_fields__}
+        return query + known["max_seqlen_q"]
+
+
+def test_a_layer_that_is_not_installed() -> None:
+    _, batch = tiny.tree()
+    model = chunk()
+    with pytest.raises(SharedPromptError, match="install"):
+        shared.shared_prompt_forward(model, batch)
+    params = shared.SharedPackedSeqParams(batch)
+    row = batch.input_ids[None], batch.position_ids[None], None
+    with pytest.raises(SharedPromptLayoutError, match="install"):  # by its RoPE
+        model(*row, packed_seq_params=params)
+    shared.install(model)
+    stock = model.decoder.layers[1].self_attention.core_attention
+    model.decoder.layers[1].self_attention.core_attention = _LikeTransformerEngine()
+    with pytest.raises(SharedPromptLayoutError, match="install"):
+        model(*row, packed_seq_params=params)
+    # One that reads nothing is missing among the layers.
+    model.decoder.layers[1].self_attention.core_attention = _Silent()
+    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers that mix tokens, got 1"):
+        model(*row, packed_seq_params=params)
+    model.decoder.layers[1].self_attention.core_attention = stock
+    assert shared.shared_prompt_forward(model, batch)[0].isfinite().all()
+    own = tiny_chunk(KIND, tiny_config(KIND))
+    own.decoder.layers[0].self_attention.core_attention.__class__ = shared.SharedPromptAttention
+    own.position_embedding_type = "none"
+    with pytest.raises(SharedPromptLayoutError, match="install"):
+        own(*row, packed_seq_params=params)
+
+
+class _Silent(torch.nn.Module):
+    def forward(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+        return query
+
+
+def test_what_a_packed_call_passes() -> None:
+    _, batch = tiny.tree()
+    model = chunk()
+    shared.install(model)
+    params, ids = shared.SharedPackedSeqParams(batch), batch.input_ids[None]
+    rows = batch.layout.num_tokens
+    mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
+    with pytest.raises(SharedPromptError, match="attention_mask"):
+        model(ids, None, mask, packed_seq_params=params)
+    with pytest.raises(SharedPromptLayoutError, match="input_ids"):
+        model(ids[:, 1:], None, None, packed_seq_params=params)
+    with pytest.raises(SharedPromptLayoutError, match="shared_prompt_layout"):  # the layout got lost
+        model(ids, batch.position_ids[None], None)
+    model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, rows - 1
+    with pytest.raises(SharedPromptLayoutError, match=f"pad_to_multiple_of={rows - 1}"):
+        model(ids, None, None, packed_seq_params=params)
+    attention = model.decoder.layers[0].self_attention
+    attention.attn_mask_type, attention.config.sequence_parallel = AttnMaskType.padding, False
+    with pytest.raises(SharedPromptError, match="attn_mask_type"):
+        model(ids, None, None, packed_seq_params=params)
+
+
+@pytest.mark.parametrize("kind", ["mrope", "multi-head, biases, gpt 2"])
+def test_positions_that_a_model_reads(kind: str) -> None:
+    _, batch = tiny.tree()
+    model = chunk(kind)
+    shared.install(model)
+    params, rows = shared.SharedPackedSeqParams(batch), batch.layout.num_tokens
+    own = batch.position_ids.expand(3, 1, -1) if kind == "mrope" else batch.position_ids[None]
+    for wrong in (None, own.clone(), torch.arange(rows).expand_as(own), batch.position_ids):
+        with pytest.raises(SharedPromptLayoutError, match="position_ids"):
+            model(batch.input_ids[None], wrong, None, packed_seq_params=params)
+    assert model(batch.input_ids[None], own, None, packed_seq_params=params).isfinite().all()
+
+
+def test_arguments() -> None:
+    _, batch = tiny.tree()
+    model = chunk()
+    shared.install(model)
+    for options in (dict(temperature=0.0), dict(with_entropy=1)):
+        with pytest.raises(SharedPromptError, match=next(iter(options))):
+            shared.shared_prompt_forward(model, batch, **options)
+    with pytest.raises(SharedPromptError, match="batch"):
+        shared.shared_prompt_forward(model, batch.layout)
+    with pytest.raises(SharedPromptError, match="backend"):
+        shared.install(model, backend="fast")
+    with pytest.raises(SharedPromptError, match="batch"):
+        shared.SharedPackedSeqParams(batch.input_ids)
+    plain = SharedPromptLayout.from_tree(batch.layout.node_lens, batch.layout.node_parents, pad=batch.layout.pad)
+    with pytest.raises(SharedPromptLayoutError, match="positions"):
+        shared.SharedPackedSeqParams(plain)
+    with pytest.raises(SharedPromptError, match="logits"):
+        shared.score_logits(torch.zeros(batch.layout.num_tokens, 4), batch)
+    model.vocab_size = 3
+    with pytest.raises(SharedPromptError, match="token ids below 3"):
+        shared.shared_prompt_forward(model, batch)
+    assert "rows of" in repr(shared.SharedPackedSeqParams(batch))
