@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree, pack_shared_prompts
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/megatron.md")
 warnings.filterwarnings("ignore", module="megatron")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 megatron = importlib.import_module("flash_attn_dualkv.integrations.megatron")

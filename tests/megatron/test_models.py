@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/megatron.md")
+
 import tiny_megatron as tiny
 import torch
 from megatron.core.transformer.module import Float16Module

@@ -8,6 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/megatron.md")
+
 import tiny_megatron as tiny
 import torch
 from megatron.core import parallel_state

@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import megatron.core
 import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/megatron.md")
+
+import megatron.core
 import tiny_megatron as tiny
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams

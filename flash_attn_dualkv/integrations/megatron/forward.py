@@ -19,7 +19,7 @@ from .params import SharedPackedSeqParams
 Scores = tuple[Tensor, "Tensor | None"]
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """What `output_processor` of Megatron's forward gets as its context."""
 
     batch: PackedBatch
@@ -55,7 +55,7 @@ def shared_prompt_forward(
         SharedPromptLayoutError: an attention layer has not got the layout.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
-    request = _Request(batch, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
+    request = Request(batch, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
     chunk = installed_chunk(model)
     if chunk.pre_process and batch.max_token >= chunk.vocab_size:
         raise SharedPromptError(explain("batch", f"token ids below {chunk.vocab_size}", batch.max_token))
@@ -64,7 +64,7 @@ def shared_prompt_forward(
         position_ids_of(chunk, batch.layout),
         None,
         packed_seq_params=SharedPackedSeqParams(batch),
-        output_processor=_score_hidden,
+        output_processor=score_hidden,
         output_processor_context=request,
         **inputs,
     )
@@ -93,12 +93,12 @@ def score_logits(
     rows = batch.layout.num_tokens
     if logits.dim() != 3 or logits.shape[:2] != (1, rows):
         raise SharedPromptError(explain("logits", f"shape (1, {rows}, vocabulary)", tuple(logits.shape)))
-    request = _Request(batch, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
+    request = Request(batch, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
     return _scores(lambda chosen: chosen, logits[0], request, group, logits.shape[-1])
 
 
-def _score_hidden(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Any, scale_logits: Any, context: _Request, **_: Any
+def score_hidden(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Any, scale_logits: Any, context: Request, **_: Any
 ) -> Scores:
     """`output_processor` of the last stage: hidden states (T, 1, D), or this rank's slice, to scores."""
     is_sliced = output_layer.sequence_parallel
@@ -122,7 +122,7 @@ def _score_hidden(
     return _scores(logits, hidden_states[:, 0], context, output_layer.tp_group, vocabulary)
 
 
-def _scores(head: Any, rows: Tensor, request: _Request, group: Any, vocabulary: int) -> Scores:
+def _scores(head: Any, rows: Tensor, request: Request, group: Any, vocabulary: int) -> Scores:
     batch = request.batch
     # One gather for all rows: one per chunk would have a backward as large as the whole pack.
     chosen = rows.index_select(0, batch.token_index)

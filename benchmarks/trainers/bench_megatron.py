@@ -1,0 +1,255 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measure an update and log-probabilities of Megatron's GPTModel, prompts shared beside replicated, in one start.
+
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2
+
+Random weights of Qwen3's shapes and random tokens; bf16 with float32 gradients (Megatron's DDP), Megatron's schedules,
+recomputation of whole layers, micro-batches of so many tokens. Both run the same layers and the same head, over the
+rows that score tokens. Replicated prompts lie in one THD row, on this library's flash_attn_varlen_func: Megatron's own
+local attention takes no packed rows. An update is all forwards and backwards and the reduction of gradients, without
+the optimizer's step, which is the same for both. Times are those of the slowest rank, the best of all rounds. Prints
+JSON. Needs megatron-core, and no Transformer Engine or apex.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from flash_attn_dualkv import PackedBatch, flash_attn_varlen_func, pack_shared_prompts, split_by_token_budget
+from flash_attn_dualkv.integrations.megatron import install, shared_prompt_forward
+from flash_attn_dualkv.integrations.megatron.forward import Request, score_hidden
+
+
+class Size(NamedTuple):
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocabulary: int
+
+
+SIZES = {
+    "qwen3-0.6b": Size(28, 1024, 3072, 16, 8, 128, 151936),
+    "qwen3-1.7b": Size(28, 2048, 6144, 16, 8, 128, 151936),
+    "qwen3-8b": Size(36, 4096, 12288, 32, 8, 128, 151936),
+    "tiny": Size(2, 32, 48, 4, 2, 8, 96),
+}
+
+
+class VarlenAttention(DotProductAttention):
+    """The measuring stick: every sequence of a THD row for itself."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Any, **_: Any
+    ) -> Tensor:
+        offsets, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        options: dict[str, Any] = dict(softmax_scale=self.softmax_scale, causal=True)
+        out = flash_attn_varlen_func(query, key, value, offsets, offsets, longest, longest, **options)
+        return out.flatten(1)
+
+
+def build(options: argparse.Namespace, shares: bool, device: torch.device) -> Any:
+    """This rank's stage, with the same weights in both runs."""
+    size = SIZES[options.model]
+    torch.manual_seed(1)
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    config = TransformerConfig(
+        num_layers=size.layers, hidden_size=size.hidden, ffn_hidden_size=size.feed_forward,
+        num_attention_heads=size.heads, num_query_groups=size.groups, kv_channels=size.head_dim,
+        normalization="RMSNorm", qk_layernorm=True, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, bf16=on_gpu, params_dtype=dtype,
+        pipeline_dtype=dtype, use_cpu_initialization=not on_gpu, persist_layer_norm=False,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline, variable_seq_lengths=options.pipeline > 1,
+        moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu, **({} if options.keep else recompute),
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    if not shares:
+        spec.submodules.self_attention.submodules.core_attention = VarlenAttention
+    stage = GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
+        position_embedding_type="rope", rotary_base=1000000,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+    ).to(device)  # fmt: skip
+    if shares:
+        install(stage)
+    config.finalize_model_grads_func = finalize_model_grads
+    module = Float16Module(config, stage) if on_gpu else stage
+    return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+
+
+def micro_batches(
+    options: argparse.Namespace, shares: bool, device: torch.device
+) -> tuple[list[list[int]], list[PackedBatch]]:
+    """By tokens, and which samples they have: with shared prompts, or with a prompt of its own for each sample."""
+    drawn = torch.Generator().manual_seed(0)
+    vocabulary = SIZES[options.model].vocabulary
+    prompt = torch.randint(vocabulary, (options.prompt,), generator=drawn).tolist()
+    responses = torch.randint(vocabulary, (options.samples, options.response), generator=drawn).tolist()
+    prompts = [prompt] * options.samples
+    if shares:
+        lengths = [options.prompt] * options.samples, [options.response] * options.samples
+        parts = split_by_token_budget([[*range(options.samples)]], *lengths, options.tokens)
+    else:
+        most = max(1, options.tokens // (options.prompt + options.response))
+        parts = [[*range(at, min(at + most, options.samples))] for at in range(0, options.samples, most)]
+    return parts, [
+        pack_shared_prompts(
+            [prompts[i] for i in part], [responses[i] for i in part], device=device,
+            group_ids=None if shares else [*range(len(part))],
+        )
+        for part in parts
+    ]  # fmt: skip
+
+
+def forward_replicated(chunk: Any, batch: PackedBatch) -> Any:
+    """As `shared_prompt_forward`, of a batch in which nothing is shared."""
+    offsets, longest = batch.jagged_offsets.int(), max(batch.sequence_lens)
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    more = dict(output_processor=score_hidden, output_processor_context=Request(batch, 1.0, False))
+    return chunk(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=params, **more)
+
+
+def run(chunk: Any, batches: list[PackedBatch], forward: Callable[..., Any], trains: bool) -> list[Tensor]:
+    """All micro-batches, and their log-probabilities on the last stage."""
+    scored: list[Tensor] = []
+
+    def step(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+
+        def loss(scores: Any) -> Any:
+            logps, _ = scores
+            scored.append(logps.detach())
+            return logps.mean() * len(logps) / 1e4, {}
+
+        return forward(model, batch), loss
+
+    if trains:
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=step, data_iterator=iter(batches), model=chunk, num_microbatches=len(batches),
+        seq_length=max(batch.layout.num_tokens for batch in batches), micro_batch_size=1, forward_only=not trains,
+    )  # fmt: skip
+    return scored
+
+
+def slowest(value: float, device: torch.device) -> float:
+    largest = torch.tensor([value], device=device, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Both runs; the parallel state is there."""
+    found: dict[str, Any] = {}
+    scores: dict[str, Tensor] = {}
+    for name, shares in (("shared", True), ("replicated", False)):
+        if name not in options.who:
+            continue
+        chunk = build(options, shares, device)
+        parts, batches = micro_batches(options, shares, device)
+        forward = shared_prompt_forward if shares else forward_replicated
+        own: dict[str, Any] = {"tokens": sum(one.layout.num_tokens for one in batches), "micro_batches": len(batches)}
+        for what, trains in (("update", True), ("log_probs", False)):
+            times: list[float] = []
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(options.rounds + 1):  # the first one warms up
+                dist.barrier()
+                begin = time.perf_counter()
+                with torch.set_grad_enabled(trains):
+                    logps = run(chunk, batches, forward, trains)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                times.append(slowest(time.perf_counter() - begin, device))
+            own[f"{what}_s"] = min(times[1:])
+            own[f"{what}_rounds_s"] = times[1:]
+            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+            own[f"{what}_peak_gib"] = slowest(peak / 2**30, device)
+        # In the order of the samples; nothing but on the last stage.
+        order = torch.tensor([sample for part in parts for sample in part]).argsort().to(device)
+        scores[name] = torch.cat(logps).view(options.samples, -1)[order] if logps else torch.zeros(0)
+        found[name] = own
+        del chunk, batches, logps
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if len(scores) == 2:
+        apart = (scores["shared"] - scores["replicated"]).abs()
+        found["log_prob_mean_difference"] = slowest(apart.mean().item() if apart.numel() else 0.0, device)
+        ratio = found["replicated"]["tokens"] / found["shared"]["tokens"]
+        found["token_ratio"] = ratio
+        for what in ("update", "log_probs"):
+            times_faster = found["replicated"][f"{what}_s"] / found["shared"][f"{what}_s"]
+            found[f"{what}_times_faster"] = times_faster
+            found[f"{what}_of_token_ratio"] = times_faster / ratio
+    return found
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", choices=SIZES, default="qwen3-1.7b")
+    add("--tensor", type=int, default=1, help="tensor-parallel ranks")
+    add("--pipeline", type=int, default=1, help="pipeline stages")
+    add("--samples", type=int, default=32)
+    add("--prompt", type=int, default=8192, help="its tokens")
+    add("--response", type=int, default=2048, help="tokens of each")
+    add("--tokens", type=int, default=40960, help="of a micro-batch, at most")
+    add("--rounds", type=int, default=3)
+    add("--keep", action="store_true", help="activations: no recomputation")
+    add("--who", nargs="+", choices=("shared", "replicated"), default=["shared", "replicated"])
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parsed()
+    if not torch.cuda.is_available():
+        print("There is no CUDA GPU here.", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    parallel_state.initialize_model_parallel(options.tensor, options.pipeline)
+    model_parallel_cuda_manual_seed(1)
+    found = measure(options, device)
+    if dist.get_rank() == 0:
+        versions = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
+        header = {"gpu": torch.cuda.get_device_name(), "gpus": dist.get_world_size(), **versions, **vars(options)}
+        print(json.dumps({"header": header, **found}, indent=1))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The benchmark of Megatron runs on two ranks, and what it compares computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/megatron.md")
+
+import bench_megatron
+import torch
+from megatron_cpu import megatron_on_the_cpu
+from processes import run_ranks
+
+TINY = ["--model", "tiny", "--samples", "6", "--prompt", "12", "--response", "5", "--tokens", "36", "--rounds", "1"]
+
+
+@pytest.mark.parametrize("how", ["--tensor", "--pipeline"])
+def test_two_ranks(how: str) -> None:
+    found = run_ranks(_run_rank, 2, [*TINY, how, "2"])
+    for rank in range(2):
+        one = found[rank]
+        # The last token of the prompt is the first of each response.
+        assert one["shared"]["tokens"] == 2 * 11 + 6 * 6 and one["replicated"]["tokens"] == 6 * 17
+        assert (one["shared"]["micro_batches"], one["replicated"]["micro_batches"]) == (2, 3)
+        assert one["token_ratio"] == pytest.approx(102 / 58)
+        assert one["log_prob_mean_difference"] < 1e-5
+        assert all(one["replicated"][f"{what}_s"] > 0 for what in ("update", "log_probs"))
+
+
+def _run_rank(rank: int, arguments: list[str], results: Any) -> None:
+    options = bench_megatron.parsed(arguments)
+    with megatron_on_the_cpu(options.tensor, options.pipeline):
+        results[rank] = bench_megatron.measure(options, torch.device("cpu"))
