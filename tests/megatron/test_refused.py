@@ -14,6 +14,7 @@ import megatron.core
 import tiny_megatron as tiny
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron_cpu import megatron_on_the_cpu
@@ -91,13 +92,6 @@ def test_a_module_of_dropout() -> None:
         shared.shared_prompt_forward(model, tiny.tree()[1])
 
 
-def test_routers_would_count_prompts_once() -> None:
-    """Why the losses of routers are refused: that of a packed row is another than that of replicated prompts."""
-    _, batch = tiny.prompts_and_responses()
-    counts = batch.multiplicity
-    assert counts.sum() == batch.num_replicated_tokens > batch.layout.num_tokens
-
-
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = chunk()
     for version in ("0.17.1", "0.20.0", "1.0"):
@@ -111,6 +105,11 @@ class _OtherAttention(DotProductAttention):
         return super().forward(*args, **kwargs)
 
 
+class _OtherSelfAttention(SelfAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
 def test_unknown_layers() -> None:
     model = chunk()
     model.decoder.layers[1].self_attention.core_attention.__class__ = _OtherAttention
@@ -119,6 +118,10 @@ def test_unknown_layers() -> None:
     model = chunk()
     model.decoder.layers[0].self_attention = torch.nn.Linear(2, 2)
     with pytest.raises(SharedPromptUnsupportedError, match="layers.0.self_attention.*Linear"):
+        shared.install(model)
+    model = chunk()
+    model.decoder.layers[0].self_attention.__class__ = _OtherSelfAttention
+    with pytest.raises(SharedPromptUnsupportedError, match="layers.0.self_attention.*_OtherSelfAttention"):
         shared.install(model)
     model = chunk()
     model.decoder.layers[0].cross_attention = torch.nn.Linear(2, 2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_ranks
 from tiny_models import (
     MIXED,
     TOLERANCES,
@@ -253,3 +254,63 @@ def test_rows_that_are_refused() -> None:
     ):
         with pytest.raises(SharedPromptError, match=message):
             dualkv.shared_prompt_logits(model, batch, rows, lambda logits, _: (logits,))
+
+
+def test_a_vocabulary_that_ranks_divide() -> None:
+    """Scores and gradients of parts of the head's rows on two processes, against the whole; a masked logit too."""
+    *_, wanted = divided_head()
+    results = run_ranks(_score_a_part, 2)
+    for rank in range(2):
+        logps, entropy, d_hidden, d_weight = results[rank]
+        for got, expected in zip((logps, entropy, d_hidden), wanted[:3]):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(d_weight, wanted[3].chunk(2)[rank], rtol=1e-10, atol=1e-12)
+
+
+def divided_head() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Hidden states, a head's weight, targets; log-probabilities, entropies and gradients by the whole head."""
+    drawn = torch.Generator().manual_seed(0)
+    hidden = torch.randn(11, 6, generator=drawn, dtype=torch.float64)
+    weight = torch.randn(8, 6, generator=drawn, dtype=torch.float64)
+    targets = torch.randint(1, 8, (11,), generator=drawn)
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    scores = _scores(*leaves, targets, 0, None)
+    found = torch.autograd.grad((scores[0] - 0.3 * scores[1]).square().sum(), leaves)
+    return hidden, weight, targets, (*(one.detach() for one in scores), *found)
+
+
+def _scores(hidden: Tensor, weight: Tensor, targets: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
+    """The first row of the whole vocabulary is masked."""
+
+    def head(rows: Tensor) -> Tensor:
+        logits = _SumOfParts.apply(rows, group) @ weight.T
+        return logits.masked_fill(torch.arange(first, first + len(weight)) == 0, -torch.inf)
+
+    options: dict[str, Any] = dict(rows=4, temperature=0.7, with_entropy=True, group=group)
+    return lm_head.score_in_chunks(head, hidden, targets, **options)
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The gradient of rows that every rank multiplies with its part of the head."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.group is not None:
+            gradient = gradient.clone()
+            torch.distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def _score_a_part(rank: int, results: Any) -> None:
+    group = torch.distributed.group.WORLD
+    hidden, weight, targets, _ = divided_head()
+    hidden.requires_grad_()
+    part = weight.chunk(2)[rank].clone().requires_grad_()
+    logps, entropy = _scores(hidden, part, targets, rank * len(part), group)
+    d_hidden, d_weight = torch.autograd.grad((logps - 0.3 * entropy).square().sum(), (hidden, part))
+    results[rank] = logps.detach(), entropy.detach(), d_hidden, d_weight

@@ -103,10 +103,19 @@ class OnPackedRows:
             layout,
             softmax_scale=settings.scale,
             sliding_window=settings.window,
-            sinks=getattr(module, "softmax_offset", None),
+            sinks=_sinks(module, query),
             backend=settings.backend,
             deterministic=module.config.deterministic_mode,
         )
+
+
+def _sinks(module: Any, query: Tensor) -> Tensor | None:
+    """(H,) of this rank's heads. Transformer Engine keeps them in a shape of its own, and zeros to itself."""
+    kind = module.config.softmax_type
+    if kind == "vanilla":
+        return None
+    learned: Tensor = query.new_zeros(query.shape[1]) if kind == "off-by-one" else module.softmax_offset.flatten()
+    return learned
 
 
 class SharedPromptAttention(OnPackedRows, DotProductAttention):

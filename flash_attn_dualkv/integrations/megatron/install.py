@@ -111,7 +111,7 @@ def _attentions(chunk: Any) -> list[Any]:
         attention = layer.self_attention
         if isinstance(attention, IdentityOp):
             continue
-        if not isinstance(attention, _ATTENTIONS):
+        if not _is_known(attention, _ATTENTIONS):
             raise _unknown(f"decoder.layers.{name}.self_attention", "SelfAttention or MLASelfAttention", attention)
         if not _is_known(attention.core_attention, _CORES):
             expected = " or ".join(one.__name__ for one in _CORES)
