@@ -78,6 +78,7 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> An
     """This rank's stage, with the same weights in both runs."""
     size = SIZES[options.model]
     torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)  # Megatron draws weights from a generator of its own on a GPU
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -241,7 +242,6 @@ def main() -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     parallel_state.initialize_model_parallel(options.tensor, options.pipeline)
-    model_parallel_cuda_manual_seed(1)
     found = measure(options, device)
     if dist.get_rank() == 0:
         versions = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
