@@ -16,7 +16,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron_cpu import megatron_on_the_cpu
 from tiny_megatron import alone, check_close, check_gradients, gradients, megatron, tiny_chunk, tiny_config, weights_of
 
+from flash_attn_dualkv import shared_prompt_attention
 from flash_attn_dualkv.integrations import lm_head
+from flash_attn_dualkv.integrations.megatron import attention
 
 BATCHES = {"prompts": tiny.prompts_and_responses, "tree": tiny.tree}
 VALUE, GRADIENT = 5e-6, 2e-5
@@ -130,3 +132,18 @@ def test_rows_of_cosines_and_sines() -> None:
     assert length == batch.layout.num_tokens
     for packed, plain in zip(rotary.get_cached_cos_sin(length), rotary.get_cached_cos_sin(64)):
         assert torch.equal(packed, plain[batch.position_ids])
+
+
+def test_values_of_mla_have_their_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron pads them to the width of queries, which attention would pay for."""
+    widths = []
+
+    def watched(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        widths.append((query.shape[-1], value.shape[-1]))
+        return shared_prompt_attention(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "shared_prompt_attention", watched)
+    model = tiny_chunk("latent", tiny_config("latent"))
+    megatron.install(model)
+    megatron.shared_prompt_forward(model, tiny.tree()[1])
+    assert widths == [(24, 16)] * 2

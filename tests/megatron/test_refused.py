@@ -153,6 +153,9 @@ def test_a_layer_that_is_not_installed() -> None:
     with pytest.raises(SharedPromptError, match="install"):
         shared.shared_prompt_forward(model, batch)
     params = shared.SharedPackedSeqParams(batch)
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        with pytest.raises(SharedPromptLayoutError, match="install"):
+            getattr(params, name)
     row = batch.input_ids[None], batch.position_ids[None], None
     with pytest.raises(SharedPromptLayoutError, match="install"):  # by its RoPE
         model(*row, packed_seq_params=params)
