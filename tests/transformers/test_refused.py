@@ -327,7 +327,7 @@ def test_the_layout_is_that_of_the_row():
         (dict(name="sdpa"), "name: expected a name of its own"),
         (dict(name=""), "name: expected"),
         (dict(fallback="flash_attention_2"), "fallback: expected 'auto' or 'sdpa' or 'eager'"),
-        (dict(backend="gpu"), "backend: expected 'auto' or 'cuda' or 'reference'"),
+        (dict(backend="gpu"), "backend: expected 'auto' or 'cuda' or 'cudnn' or 'reference'"),
     ],
 )
 def test_what_can_be_registered(options, message, restored_registry):
