@@ -12,6 +12,7 @@ import pandas as pd
 from bench_trl import LABELS
 from bench_verl import ACCURACY, LARGE, PRESETS, WHO
 from pages import COLORS, ResultError, filled, load, markdown, number, read, save
+from verl_inputs import TreeBatch
 from vllm_report import rollouts_of_vllm
 
 # Setups of the README's table, and the micro-batches of both; without Ulysses.
@@ -59,7 +60,7 @@ def render(folder: Path) -> list[Path]:
     exact, page, short = rows[rows["preset"].isin(ACCURACY)], folder / "README.md", folder / "headline.md"
     parts = {
         "attention": " ".join(rows["attention_of_verl"].unique()),
-        "large": " and ".join(PRESETS[one][0].partition(",")[0] for one in LARGE),
+        "large": listed([what_of(one) for one in LARGE if one in {*rows["preset"]}] or ["none of these"]),
         "tables": timings(rows[~rows["preset"].isin(("steps", *ACCURACY))], pairs),
         "accuracy": "; ".join(map(setup_name, exact.drop_duplicates("preset").itertuples())),
         "differences": differences(rows[rows["log_prob_max_difference"] > 0]),
@@ -106,6 +107,12 @@ def setup_name(row: Any) -> str:
         return f"{row.model}, {row.batch['responses']} rollouts of the tree {tree}, {counted(row.gpus, 'GPU')}"
     found = f"{row.model}, {shape_of(row.batch)}, from {row.batch['shortest']:.2f}"
     return f"{found}, {counted(row.batch['prompts'], 'prompt')}, {counted(row.gpus, 'GPU')}"
+
+
+def what_of(preset: str) -> str:
+    """The model of a preset, or the tree whose rollouts it has."""
+    model, batch, _ = PRESETS[preset]
+    return f"the tree {batch.tree}" if isinstance(batch, TreeBatch) else model.partition(",")[0]
 
 
 def counted(count: int, what: str) -> str:
@@ -265,7 +272,7 @@ def closeness(rows: list[dict[str, Any]], rewards: pd.DataFrame) -> str:
 
 def listed(words: Iterable[str]) -> str:
     *most, last = words
-    return f"{', '.join(most)} and {last}"
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> None:
