@@ -91,6 +91,18 @@ FAMILIES = {
         largest_difference=0.5,
     ),
 }  # fmt: skip
+# Those whose last layers have the keys of earlier ones.
+SHARED_KEYS = {
+    "gemma4-e2b": FamilyModel(
+        35, 1536, 6144, heads=8, kv_heads=1, head_dim=256, vocab=262144, tied=True,
+        model_type="gemma4_text",
+        options=dict(
+            global_head_dim=512, sliding_window=512, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
+            num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256,
+            vocab_size_per_layer_input=262144, final_logit_softcapping=30.0,
+        ),
+    ),
+}  # fmt: skip
 # Two images of 1K tokens in a prompt of 4K.
 VISION = {
     "qwen3-vl-8b": VisionModel(
@@ -107,6 +119,7 @@ VISION = {
 ALL_MODELS: dict[str, ModelShape] = {
     **MODELS,
     **FAMILIES,
+    **SHARED_KEYS,
     **VISION,
     "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97),
 }

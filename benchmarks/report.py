@@ -32,8 +32,10 @@ OURS = "dualkv_sm90"  # on the kernels that a Hopper GPU takes by itself
 LABELS = {
     OURS: "this library",
     f"{OURS}_deterministic": "this library, deterministic",
+    f"{OURS}_all_rows": "this library, unread rows in all layers",
     "dualkv_sm80": "this library, portable kernels (sm_80)",
     "dualkv_sm80_deterministic": "this library, portable kernels, deterministic",
+    "dualkv_sm80_all_rows": "this library, portable kernels, unread rows in all layers",
     "cudnn_flex": "cuDNN Flex Attention",
     "cudnn_flex_deterministic": "cuDNN Flex Attention, deterministic",
     "flex_fa4": "FlexAttention on FlashAttention-4",

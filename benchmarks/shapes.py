@@ -233,8 +233,8 @@ NAME = re.compile(
 )
 # What people write for parts of names.
 MODEL_TITLES = {
-    "gpt-oss-20b": "gpt-oss-20b", "gemma3-4b": "Gemma 3 4B", "deepseek-16b-a3b": "DeepSeek-V3 of 16B",
-    "qwen3-vl-8b": "Qwen3-VL-8B with images",
+    "gpt-oss-20b": "gpt-oss-20b", "gemma3-4b": "Gemma 3 4B", "gemma4-e2b": "Gemma 4 E2B",
+    "deepseek-16b-a3b": "DeepSeek-V3 of 16B", "qwen3-vl-8b": "Qwen3-VL-8B with images",
 }  # fmt: skip
 OPTION_TITLES = {
     "heads": "H = {}", "kv_heads": "H_k = {}", "head_dim": "d = {}", "head_dim_v": "d_v = {}", "window": "window {}",

@@ -14,7 +14,11 @@ from torch import Tensor
 from . import checks
 from .errors import SharedPromptLayoutError
 from .host import SeparatelyPickled, runs, same_device, to_device, untraced
-from .nodes import tree_table
+from .nodes import part_table, tree_table, visible_pairs
+
+# The fewest rows that leave between two that stay: each run of queries begins a tile of attention
+# of its own, half of which is empty on average, 64 rows.
+MIN_LEAVING = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +40,10 @@ class SharedPromptLayout(SeparatelyPickled):
             model's attention refuses the layout with others, which it knows by where they lie in memory: to compare
             values would wait for the GPU. None for a layout that was copied without its batch: then nothing is known of
             them.
+        query_rows: (m,) int64, rising: the rows that are queries, of a layout that is another one's `late`. Its nodes
+            have these, and the keys of all rows. None: all rows.
+        late: the layout of a model's last layers, before which rows that nobody reads leave, see `reading`. None: all
+            rows stay.
     """
 
     nodes: Tensor
@@ -46,6 +54,8 @@ class SharedPromptLayout(SeparatelyPickled):
     num_tokens: int
     pad: int = 0
     position_ids: Tensor | None = None
+    query_rows: Tensor | None = None
+    late: SharedPromptLayout | None = None
 
     @staticmethod
     @untraced
@@ -106,6 +116,16 @@ class SharedPromptLayout(SeparatelyPickled):
         return self.num_tokens
 
     @property
+    def num_queries(self) -> int:
+        """Rows of this process that are queries."""
+        return self.num_local_tokens if self.query_rows is None else len(self.query_rows)
+
+    @property
+    def num_unread(self) -> int:
+        """Rows that leave before a model's last layers."""
+        return 0 if self.late is None else self.num_tokens - self.late.num_queries
+
+    @property
     def device(self) -> torch.device:
         return self.nodes.device
 
@@ -128,6 +148,39 @@ class SharedPromptLayout(SeparatelyPickled):
         begins = [*accumulate(self.node_lens, initial=0)]
         index = runs([begins[node] for node in chosen], [self.node_lens[node] for node in chosen])
         return to_device([index], self.device)[0]
+
+    @untraced
+    def reading(self, rows: Tensor) -> SharedPromptLayout | None:
+        """The layout of layers whose output is read in some rows alone, and which take the keys of all from elsewhere.
+
+        Other rows between two of these stay where they are fewer than `MIN_LEAVING`. Waits for a GPU.
+
+        Args:
+            rows: (n,) int64 on the layout's device, in any order and any of them several times.
+
+        Returns:
+            This layout with `query_rows`; None if all rows stay, or none is read.
+        """
+        is_read = torch.zeros(self.num_tokens + 2, dtype=torch.int8, device=self.device)
+        is_read[rows + 1] = 1
+        changes = is_read.diff().nonzero().view(-1, 2).tolist()
+        read: list[tuple[int, int]] = []
+        for begin, end in changes:
+            if begin - (read[-1][1] if read else 0) < MIN_LEAVING:
+                begin = read.pop()[0] if read else 0
+            read.append((begin, end))
+        if read and self.num_tokens - read[-1][1] < MIN_LEAVING:
+            read[-1] = read[-1][0], self.num_tokens
+        if read in ([], [(0, self.num_tokens)]):
+            return None
+        # Padding is in no node.
+        own = [(begin, min(end, self.num_tokens - self.pad)) for begin, end in read]
+        nodes = part_table(self.node_lens, self.node_parents, own)
+        pairs = sum(visible_pairs(position, length) for length, position in nodes[:, 1:3].tolist())
+        index = runs([begin for begin, _ in read], [end - begin for begin, end in read])
+        mean = -(-pairs // len(index))
+        nodes, index = to_device([nodes, index], self.device)
+        return replace(self, nodes=nodes, query_rows=index, mean_keys=mean, position_ids=None, late=None)
 
     def is_like(self, other: SharedPromptLayout) -> bool:
         """Whether both describe the same row; their tensors may be different copies."""
@@ -155,7 +208,9 @@ class SharedPromptLayout(SeparatelyPickled):
         return copies[place]
 
     def _copied_to(self, device: torch.device) -> SharedPromptLayout:
-        return replace(self, nodes=to_device([self.nodes], device)[0], position_ids=None)
+        nodes, *rows = to_device([self.nodes] if self.query_rows is None else [self.nodes, self.query_rows], device)
+        late = None if self.late is None else self.late.to(device)
+        return replace(self, nodes=nodes, query_rows=rows[0] if rows else None, late=late, position_ids=None)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """SharedPromptLayoutError if a model runs on other positions than those of the layout's batch.

@@ -167,9 +167,13 @@ def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:
     if not isinstance(layout, SharedPromptLayout):
         raise TypeError(checks.explain("layout", "a SharedPromptLayout", type(layout).__name__))
     tokens = layout.num_tokens
-    if q.shape[0] != tokens or k.shape[0] != tokens:
+    queries = tokens if layout.query_rows is None else len(layout.query_rows)
+    if q.shape[0] != queries or k.shape[0] != tokens:
+        expected = f"{tokens} rows, its num_tokens, in q and k"
+        if queries != tokens:
+            expected = f"{queries} rows, its query_rows, in q and {tokens} in k"
         got = f"{q.shape[0]} in q, {k.shape[0]} in k"
-        raise SharedPromptLayoutError(checks.explain("layout", f"{tokens} rows, its num_tokens, in q and k", got))
+        raise SharedPromptLayoutError(checks.explain("layout", expected, got))
     if layout.nodes.device != q.device:
         expected = f"tensors on {q.device} as q, see layout.to()"
         raise SharedPromptLayoutError(checks.explain("layout", expected, layout.nodes.device))

@@ -7,6 +7,7 @@
     python benchmarks/trainers/bench_model.py --preset tree --rounds 1  # Qwen3-1.7B on the agentic tree
     python benchmarks/trainers/bench_model.py --preset models              # gpt-oss, Gemma 3, Qwen3.5, DeepSeek-V3
     python benchmarks/trainers/bench_model.py --preset images              # Qwen3-VL-8B, tower included
+    python benchmarks/trainers/bench_model.py --preset unread              # Gemma 4 E2B, with rows that nobody reads
 
 All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
 an optimizer. This library goes through `shared_prompt_forward`, as its README says. Peers of Qwen3 get one packed row
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from peers import Implementation, layer_implementations
 from shapes import Shape
 
 PEER = "benchmark_peer"  # transformers takes a name with "flash" in it for that of a package
+ALL_ROWS = "_all_rows"  # this library, with rows that nobody reads in all layers
 ROW_TILE = 128  # lengths of padded sequences are multiples of it
 # Attention of stock models, and the key of ``PACKAGES`` that it needs.
 STOCK: dict[str, str | None] = {"eager": None, "sdpa": None, "flash_attention_4": "fa4"}
@@ -130,12 +133,13 @@ def pack(shape: Shape, ids: Tensor) -> Any:
     return pack_prefix_tree([*map(torch.cat, pairs)], loss_mask=masks, min_shared=1)  # the nodes as they are
 
 
-def shared_step(shape: Shape, ids: Tensor, model: Any) -> Step:
+def shared_step(shape: Shape, ids: Tensor, model: Any, drop_unread: bool) -> Step:
     """This library, called as its README says."""
     from flash_attn_dualkv.integrations.transformers import shared_prompt_forward
 
     batch = pack(shape, ids)
-    return lambda: shared_prompt_forward(model, batch)[0], torch.arange(sum(shape.responses), device=ids.device)
+    step = partial(shared_prompt_forward, model, batch, drop_unread=drop_unread)
+    return lambda: step()[0], torch.arange(sum(shape.responses), device=ids.device)
 
 
 def attend(
@@ -242,7 +246,7 @@ class StepRun(LayerRun):
         how = impl.arrange(shape, device)
         if impl.is_ours:
             register()
-            yield shared_step(shape, ids, self.model_on("dualkv"))
+            yield shared_step(shape, ids, self.model_on("dualkv"), not impl.name.endswith(ALL_ROWS))
         elif impl.name.startswith("stock_"):
             name = impl.name.removeprefix("stock_").removesuffix("_replicated")
             for leaves, length in how:
@@ -257,11 +261,18 @@ class StepRun(LayerRun):
 def implementations(kernels: str | None) -> list[Implementation]:
     """Ours first; peers of Qwen3, and other models as they are."""
     ours, *others = layer_implementations(kernels)
-    found = [ours, *(one.only(lambda shape: not of_family(shape), "measured on Qwen3") for one in others)]
+    keeping = replace(ours, name=f"{ours.name}{ALL_ROWS}")
+    found = [ours, keeping.only(has_late_layers, "measured where rows leave before the last layers")]
+    found += [one.only(lambda shape: not of_family(shape), "measured on Qwen3") for one in others]
     for name, package in STOCK.items():
         impl = Implementation(f"stock_{name}_replicated", padded_batches, package=package)
         found.append(impl.only(partial(of_family, attention=name), "measured on families that have it"))
     return found
+
+
+def has_late_layers(shape: Shape) -> bool:
+    """Whether the model's last layers own no keys: rows that score nothing leave before these."""
+    return isinstance(shape.model, FamilyModel) and bool(shape.model.options.get("num_kv_shared_layers"))
 
 
 def of_family(shape: Shape, attention: str = "") -> bool:
@@ -275,6 +286,7 @@ PRESETS = {
     "tree": ("qwen3-1.7b-tree-agentic",),
     "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
     "images": ("qwen3-vl-8b-16x4Kx512",),
+    "unread": tuple(f"gemma4-e2b-{one}" for one in ("16x256x1K", "16x8Kx131-2048", "8x16Kx1K", "8x16Kx256")),
     "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
 }
 SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2}

@@ -124,6 +124,11 @@ class PackedBatch(SeparatelyPickled):
         return torch.zeros_like(self.input_ids).index_add_(0, rows, torch.ones_like(rows))
 
     @cached_property
+    def late_layout(self) -> SharedPromptLayout | None:
+        """The layout of layers before which the rows leave that score nothing, see `SharedPromptLayout.reading`."""
+        return self.layout.reading(self.token_index)
+
+    @cached_property
     def images(self) -> dict[str, Tensor]:
         """By the names of a model's inputs, the images of all roots in the order of the row; nothing without any."""
         present = {name: [one for one in values if one is not None] for name, values in self.group_images.items()}

@@ -117,8 +117,8 @@ class ContextLayout(DividedLayout):
         if layout.device != nodes.device:
             moved = to_device(moved, layout.device)
         given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
-        # A rank's positions are no view of the batch's.
-        given.update(nodes=moved[0], position_ids=None)
+        # A rank's positions are no view of the batch's; all of its rows stay.
+        given.update(nodes=moved[0], position_ids=None, late=None)
         return ContextLayout(**given, row_index=moved[1], gather_index=moved[2], head_groups=parts)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -35,6 +35,7 @@ class Options(NamedTuple):
             of short sequences is tried, as in `shared_prompt_forward`.
         min_shared: the fewest tokens that a node behind the prompts must save, and all of them
             together; None: prompts alone are shared. See `turns.deeper_tree`.
+        drop_unread: as of `shared_prompt_forward`.
     """
 
     enabled: bool = True
@@ -43,6 +44,7 @@ class Options(NamedTuple):
     verify_first_steps: int = 0
     self_check: bool = True
     min_shared: int | None = MIN_SHARED
+    drop_unread: bool = True
 
     @staticmethod
     def checked(settings: Mapping[str, tuple[str, Any]]) -> Options:
@@ -54,6 +56,7 @@ class Options(NamedTuple):
             "verify_first_steps": lambda name, value: checks.integer(name, value, 0),
             "self_check": checks.flag,
             "min_shared": _count_or_none,
+            "drop_unread": checks.flag,
         }
         return Options(**{option: readers[option](name, value) for option, (name, value) in settings.items()})
 
@@ -92,7 +95,7 @@ def _spelled(option: str, name: str, value: Any) -> Any:
     """The value of an option that may be given as text; what it cannot be stays text, which is refused."""
     if not isinstance(value, str):
         return value
-    if option in ("enabled", "self_check"):
+    if option in ("enabled", "self_check", "drop_unread"):
         return spelled_flag(name, value)
     if option in ("max_responses_per_group", "min_shared") and not value:
         return None
@@ -159,13 +162,15 @@ class Tally:
     # Ints, or tensors that stay on their GPU.
     replicated: Any = 0  # tokens that stock attention runs, without padding
     tokens: Any = 0  # tokens that were run
+    unread: int = 0  # of these, not in the last layers
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     @torch.compiler.disable
-    def add(self, replicated: Any, tokens: Any, reason: str | None = None) -> None:
+    def add(self, replicated: Any, tokens: Any, reason: str | None = None, unread: int = 0) -> None:
         self.calls += 1
         self.replicated = self.replicated + replicated
         self.tokens = self.tokens + tokens
+        self.unread += unread
         if reason is not None:
             self.fallbacks[reason] += 1
 

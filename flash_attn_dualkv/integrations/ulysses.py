@@ -70,8 +70,9 @@ class UlyssesLayout(DividedLayout):
         if isinstance(layout, DividedLayout) and layout.row_index is not None:
             row_index = layout.row_index.index_select(0, row_index)
         given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
-        # Of a rank's slice of the positions nothing is known.
-        return UlyssesLayout(**{**given, "position_ids": None}, group=group, row_index=row_index, whole=layout)
+        # Of a rank's slice of the positions nothing is known; all of its rows stay.
+        given.update(position_ids=None, late=None)
+        return UlyssesLayout(**given, group=group, row_index=row_index, whole=layout)
 
     @property
     def groups(self) -> tuple[Any, ...]:

@@ -19,10 +19,12 @@ import shapes
 from bench_cases import CPU, TREES
 from bench_cases import packages as packages
 from bench_cases import several_micro_batches as several_micro_batches
-from models import FAMILIES, VISION, FamilyModel
+from models import FAMILIES, SHARED_KEYS, VISION, FamilyModel
 from shapes import Shape, nodes_of, parse
 from tiny_models import VERSION
 from transformers import CONFIG_MAPPING
+
+from flash_attn_dualkv import layout
 
 TWO_GROUPS = Shape("two groups", nodes_of([(50, (20, 31)), (64, (64,))]), 4, 2, 16, model=shapes.ALL_MODELS["tiny"])
 SMALL = (parse("tiny-3x70x1-90"), parse("tiny-4x64x24"), TWO_GROUPS, TREES[2])
@@ -32,14 +34,17 @@ def tiny(name: str) -> FamilyModel:
     """The family with small sizes."""
     sizes: dict[str, Any] = dict(layers=2, hidden=48, intermediate=32, heads=4, kv_heads=2, head_dim=16, vocab=97)
     sizes |= {"gpt-oss-20b": dict(stock=("eager",)), "gemma3-4b": dict(layers=6, stock=("sdpa",))}.get(name, {})
+    kinds = dict(layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2)
+    sizes |= {"gemma4-e2b": dict(layers=4, kv_heads=1)}.get(name, {})
     sizes |= {"qwen3.5-4b": dict(layers=4), "deepseek-16b-a3b": dict(kv_heads=4, head_dim=24)}.get(name, {})
     small = dict(
         num_local_experts=4, num_experts_per_tok=2, sliding_window=20, query_pre_attn_scalar=16, head_dim=8,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
         qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, kv_lora_rank=16, n_routed_experts=4,
-        n_shared_experts=1, moe_intermediate_size=16,
+        n_shared_experts=1, moe_intermediate_size=16, global_head_dim=32, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=97, **kinds,
     )  # fmt: skip
-    family = {**FAMILIES, **VISION}[name]
+    family = {**FAMILIES, **SHARED_KEYS, **VISION}[name]
     if name in VISION:
         rope, tower = dict(rope_type="default", mrope_section=[4, 2, 2]), dict(depth=2, hidden_size=16, num_heads=2)
         tower |= dict(intermediate_size=16, patch_size=2, out_hidden_size=48, num_position_embeddings=16)
@@ -58,6 +63,7 @@ FAMILY_SHAPES = [
     for name in FAMILIES
     if FAMILIES[name].model_type in CONFIG_MAPPING
 ]
+LATE_SHAPES = [replace(TWO_GROUPS, name=name, model=tiny(name)) for name in SHARED_KEYS if VERSION >= (5, 17)]
 IMAGES = replace(TWO_GROUPS, name="images", model=tiny("qwen3-vl-8b"))
 
 
@@ -103,6 +109,17 @@ def test_other_models_compute_the_same_step(shape: Shape) -> None:
     assert (got - expected).abs().max() <= 1e-4 * expected.std()
     whole, other = (torch.cat([one.flatten() for one in gradients]) for gradients in (all_expected, all_got))
     assert (other - whole).norm() <= 1e-4 * whole.norm()
+
+
+@pytest.mark.parametrize("shape", LATE_SHAPES, ids=lambda shape: shape.name)
+def test_a_step_with_and_without_unread_rows(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, ours with all rows, and the stock model."""
+    monkeypatch.setattr(layout, "MIN_LEAVING", 16)
+    outcomes = step_outcomes(shape)
+    assert len(outcomes) == 3
+    for got in outcomes[1:]:
+        for one, right in zip(got, outcomes[0], strict=True):
+            assert (one - right).abs().max() <= 1e-4 * right.abs().max()
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].model_type in CONFIG_MAPPING])

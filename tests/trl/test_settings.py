@@ -73,9 +73,9 @@ def test_tokens_are_counted_over_all_forwards(
     counts: list[tuple[int, int]] = []
     add = sharing.Tally.add
 
-    def counting(tally: Any, replicated: Any, tokens: Any, *rest: Any) -> None:
+    def counting(tally: Any, replicated: Any, tokens: Any, *rest: Any, **others: Any) -> None:
         counts.append((int(replicated), int(tokens)))
-        add(tally, replicated, tokens, *rest)
+        add(tally, replicated, tokens, *rest, **others)
 
     monkeypatch.setattr(sharing.Tally, "add", counting)
     made = trainer(

@@ -224,6 +224,19 @@ def test_model_families(family: str, tmp_path: Path) -> None:
     assert not ours._sharing.tally.fallbacks
 
 
+@pytest.mark.skipif("gemma4_text" not in SUPPORTED, reason="not in this version")
+@pytest.mark.parametrize("drops", [True, False])
+def test_rows_that_score_nothing_leave(drops: bool, tmp_path: Path) -> None:
+    """Before layers that own no keys; a line of the log has their number."""
+    stock, ours = (
+        trainer(cls, tiny_model("gemma4_text", dtype=torch.float64, attention="sdpa"), tmp_path, arguments=arguments)
+        for cls, arguments in ((trl.GRPOTrainer, {}), (GRPO, {} if drops else dict(drop_unread=False)))
+    )
+    compare(stock, ours, *batch([(90, [5, 9, 3]), (12, [1, 7])]))
+    ours._log_sharing()
+    assert ours._metrics["train"]["shared_prompt/unread_tokens"] == [2.0 * 89 * drops]
+
+
 def test_a_layout_that_gets_lost_is_an_error(tmp_path: Path) -> None:
     made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
     lose_a_layout(made.model)
@@ -335,10 +348,11 @@ def test_the_page_has_all_options_reasons_and_metrics() -> None:
         for one in inspect.signature(shared.SharedPromptMixin.__init__).parameters.values()
         if one.kind is inspect.Parameter.KEYWORD_ONLY
     ]
-    assert len(options) == 5
+    assert len(options) == 6
     for name in (*options, *sharing.TRL_REASONS):
         assert f"| `{name}` |" in page
-    for name in ("dedup_ratio", "tokens", "tokens_saved", "fallbacks", "fallbacks/<reason>", "logp_difference"):
+    metrics = ("dedup_ratio", "tokens", "tokens_saved", "unread_tokens", "fallbacks", "fallbacks/<reason>")
+    for name in (*metrics, "logp_difference"):
         assert f"`shared_prompt/{name}`" in page
 
 

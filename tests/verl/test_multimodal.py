@@ -124,6 +124,8 @@ EQUAL = [
     text("Gemma 4, small", SMALL_GEMMA4, learning_rate=1e-4),
     text("Gemma 4, large", LARGE_GEMMA4, learning_rate=1e-4),
 ]
+# Prompts that leave before the layers without keys.
+UNREAD = text("Gemma 4, long prompts", SMALL_GEMMA4, learning_rate=1e-4, batch=Batch(prompt_tokens=160, shortest=0.7))
 # One sequence each in verl: three rows do not say where a sequence begins.
 THREE = text("Qwen3-VL, three rows", QWEN3_VL, position_rows=3, micro=1)
 STRETCHED = text("positions that differ", QWEN3_VL, extra="stretched")
@@ -140,7 +142,7 @@ PICTURES = [
 LATE = text("pictures in responses", QWEN3_VL, extra="late", tokens=150, batch=MIXED)
 # verl patches the model's class, for as long as the process lives: behind all others.
 WITH_FUSED = text("Qwen3-VL, fused head", QWEN3_VL, FUSED, engine="fsdp")
-STOCK = [*EQUAL, THREE, STRETCHED, ALONE, *PICTURES, LATE, WITH_FUSED]
+STOCK = [*EQUAL, UNREAD, THREE, STRETCHED, ALONE, *PICTURES, LATE, WITH_FUSED]
 
 
 def ours(one: Case) -> Case:
@@ -165,12 +167,13 @@ def both(found: dict[str, Found], one: Case) -> tuple[Found, Found]:
     return stock, shared
 
 
-@pytest.mark.parametrize("one", [*EQUAL, THREE, WITH_FUSED], ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [*EQUAL, UNREAD, THREE, WITH_FUSED], ids=lambda one: one.name)
 def test_texts_are_shared(one_rank: dict[str, Found], one: Case) -> None:
     stock, shared = both(one_rank, one)
     check_shared(stock, shared)
     for metrics in (*shared.infer_metrics, *shared.metrics):
         assert metrics["shared_prompt/fallback_micro_batches"] == 0
+        assert (metrics["shared_prompt/unread_tokens"] > 0) == (one is UNREAD)
 
 
 def test_positions_that_differ(one_rank: dict[str, Found]) -> None:

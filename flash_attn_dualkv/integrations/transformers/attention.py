@@ -172,10 +172,10 @@ def _check_call(
 ) -> None:
     """SharedPromptError if the call is anything but plain causal attention of the layout's packed row."""
     checks.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
-    if query.shape[0] != 1 or query.shape[2] != layout.num_local_tokens:
-        expected = f"1 row of {layout.num_local_tokens} tokens (as the layout)"
+    if query.shape[0] != 1 or query.shape[2] != layout.num_queries:
+        expected = f"1 row of {layout.num_queries} tokens (as the layout)"
         raise SharedPromptError(explain("input_ids", expected, f"{query.shape[0]} of {query.shape[2]}"))
-    if key.shape[2] != query.shape[2]:
+    if key.shape[2] != layout.num_local_tokens:
         got = f"{key.shape[2]} keys for {query.shape[2]} queries"
         raise SharedPromptError(explain("shared_prompt_layout", "no KV cache and no virtual tokens", got))
     if isinstance(attention_mask, Tensor):

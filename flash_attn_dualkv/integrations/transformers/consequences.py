@@ -27,7 +27,7 @@ _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 # Packages whose hooks are left alone: those that shard or move modules need their state, and this
 # package's have none.
-_BOOKKEEPERS = ("torch.", "deepspeed.", "accelerate.", "flash_attn_dualkv.")
+BOOKKEEPERS = ("torch.", "deepspeed.", "accelerate.", "flash_attn_dualkv.")
 
 
 class Generators:
@@ -149,14 +149,22 @@ def _kept_counters(model: nn.Module) -> Iterator[Callable[[], None]]:
 def _variables(model: nn.Module) -> Iterator[_Variable]:
     """What modules and their hooks may count in, or draw from."""
     for module in model.modules():
-        if not _is_bookkeeper(type(module)):
+        if not _is_of(type(module), BOOKKEEPERS):
             yield from _named(vars(module), _OF_EVERY_MODULE)
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             yield from _variables_of(hook)
 
 
-def _is_bookkeeper(kind: Any) -> bool:
-    return f"{getattr(kind, '__module__', '')}.".startswith(_BOOKKEEPERS)
+def comes_from(hook: Any, packages: tuple[str, ...]) -> bool:
+    """Whether a hook is of one of some packages, whose names end with a point."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    is_function = isinstance(hook, (types.FunctionType, types.MethodType))
+    return _is_of(hook if is_function else type(hook), packages)
+
+
+def _is_of(kind: Any, packages: tuple[str, ...]) -> bool:
+    return f"{getattr(kind, '__module__', '')}.".startswith(packages)
 
 
 def _variables_of(hook: Any) -> Iterator[_Variable]:
@@ -164,8 +172,7 @@ def _variables_of(hook: Any) -> Iterator[_Variable]:
     if isinstance(hook, functools.partial):
         yield from _variables_of(hook.func)
         return
-    is_function = isinstance(hook, (types.FunctionType, types.MethodType))
-    if _is_bookkeeper(hook if is_function else type(hook)):
+    if comes_from(hook, BOOKKEEPERS):
         return
     owner = hook.__self__ if isinstance(hook, types.MethodType) else hook
     if not isinstance(owner, nn.Module):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import SharedPromptError, SharedPromptLayoutError
+from . import hybrid, late
 from .adapters import check_adapters, is_adapter_layer
-from .hybrid import prepare
 from .structure import decoder_of, lock_of
 from .support import FirstUseError, check_modules, check_noise, check_positions
 from .trial import Trial, is_trying
@@ -47,7 +47,8 @@ def check_first_use(
     if is_trying():
         return
     with lock_of(stock):
-        prepare(stock)
+        hybrid.prepare(stock)
+        late.prepare(stock)
         # Checked every time: the active adapter without layers shows in no module.
         check_adapters(stock if model is None else model)
         known = _errors.setdefault(stock, {})

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -27,6 +27,7 @@ from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .first_use import check_first_use
 from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
 from .images import row_inputs, towers_without_layout
+from .late import late_layout
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
 from .support import check_attention, check_supported, num_mixing_layers, text_config
 
@@ -46,6 +47,7 @@ def shared_prompt_forward(
     temperature: float = 1.0,
     with_entropy: Literal[True],
     self_check: bool = True,
+    drop_unread: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def shared_prompt_forward(
@@ -56,6 +58,7 @@ def shared_prompt_forward(
     temperature: float = 1.0,
     with_entropy: bool = False,
     self_check: bool = True,
+    drop_unread: bool = True,
 ) -> tuple[Tensor, Tensor | None]: ...
 def shared_prompt_forward(
     model: nn.Module,
@@ -65,6 +68,7 @@ def shared_prompt_forward(
     temperature: float = 1.0,
     with_entropy: bool = False,
     self_check: bool = True,
+    drop_unread: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of all response tokens of a micro-batch, or of all trained tokens of trees; each row once.
 
@@ -81,6 +85,8 @@ def shared_prompt_forward(
         self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
             sequences: does the model draw random numbers, and does it compute the same in a packed row as in rows of
             their own? Some forwards of at most 64 tokens, on all ranks alike.
+        drop_unread: leave rows that score nothing out of the last layers where these own no keys (Gemma 3n and 4), and
+            nothing else reads their rows, see `late`. The results are the same.
 
     Returns:
         logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the responses (or the
@@ -107,7 +113,8 @@ def shared_prompt_forward(
         wanted = targets.to(hidden.device)
         return score_in_chunks(head, hidden, wanted, rows=rows, temperature=temperature, with_entropy=with_entropy)
 
-    logps, entropy = _scored(model, batch, token_index, score, self_check, layout)
+    drops = checks.flag("drop_unread", drop_unread) and layout is None
+    logps, entropy = _scored(model, batch, token_index, score, self_check, layout, drops)
     if layout is not None:
         whole = logps.new_zeros(len(batch.token_index))
         logps, entropy = (layout.sum(whole.index_copy(0, own, one)) for one in (logps, entropy))
@@ -168,10 +175,11 @@ def _scored(
     score: Score,
     self_check: bool,
     layout: DividedLayout | None = None,
+    drop_unread: bool = False,
 ) -> tuple[Tensor, ...]:
     """score(head, hidden states of these rows, rows of a chunk), from a forward of the model.
 
-    With a divided layout the rows are those of this rank.
+    With a divided layout the rows are those of this rank. With `drop_unread` they are those that score tokens.
     """
     checks.flag("self_check", self_check)
     causal_lm = causal_lm_of(model)
@@ -180,6 +188,9 @@ def _scored(
         check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
         check_vocabulary(causal_lm, batch)
         inputs = row_inputs(causal_lm, batch, layout)
+        if drop_unread:
+            late = late_layout(causal_lm, batch)
+            inputs["shared_prompt_layout"] = replace(inputs["shared_prompt_layout"], late=late)
         scorer = _Scorer(causal_lm, backbone, rows, score)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
         with expected, towers_without_layout(causal_lm, batch), replaced_forward(causal_lm, scorer) as call:

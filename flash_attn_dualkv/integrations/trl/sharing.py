@@ -15,6 +15,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..fallback import TRL_REASONS, Options, Refusal, Tally, kernels_refusal
 from ..transformers import check_supported, expect_shared_prompt, register, support, wrap
 from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.images import images_of_samples, row_inputs, towers_without_layout
+from ..transformers.late import late_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import check_attention, is_mark_of_text, num_mixing_layers, text_config
 from ..transformers.values import values_of_rows
@@ -63,9 +65,10 @@ class Sharing:
         self._announced: set[str] = set()
 
     def take(self, device: torch.device) -> Tensor:
-        """Calls, replicated tokens, tokens and fallbacks by reason, since this was last asked."""
+        """Calls, replicated tokens, tokens, unread ones and fallbacks by reason, since this was last asked."""
         tally, self.tally = self.tally, Tally()
-        numbers = [tally.calls, tally.replicated, tally.tokens, *(tally.fallbacks[reason] for reason in TRL_REASONS)]
+        counts = tally.calls, tally.replicated, tally.tokens, tally.unread
+        numbers = [*counts, *(tally.fallbacks[reason] for reason in TRL_REASONS)]
         return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
 
     @contextmanager
@@ -151,7 +154,8 @@ class SharedForward:
         except Refused as refused:
             self.sharing.fall_back(refused.refusal, inputs)
             return self.stock(*args, fused_lm_head=True, **inputs)
-        self.sharing.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
+        layout = row["shared_prompt_layout"]
+        self.sharing.tally.add(batch.num_replicated_tokens, layout.num_tokens, unread=layout.num_unread)
         return _unpack(output, is_scored[:, 1:], batch)
 
     @torch.compiler.disable
@@ -193,9 +197,13 @@ class SharedForward:
         # The packed row is text too.
         row = passed_on | {name: torch.zeros_like(batch.input_ids)[None] for name in marks}
         try:
-            return is_scored, batch, row | row_inputs(self.causal_lm, batch)
+            row |= row_inputs(self.causal_lm, batch)
         except SharedPromptError as error:
             raise Refused("multimodal", str(error)) from None
+        if options.drop_unread and not row.get("output_router_logits"):
+            late = late_layout(self.causal_lm, batch)
+            row["shared_prompt_layout"] = replace(row["shared_prompt_layout"], late=late)
+        return is_scored, batch, row
 
     def _check(self, inputs: dict[str, Any]) -> None:
         """Raise Refused for what trainer and model do not allow, before samples are looked at."""

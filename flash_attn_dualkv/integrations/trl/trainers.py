@@ -42,7 +42,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
     """Put before a trainer of TRL: `class MyTrainer(SharedPromptMixin, MyGRPOTrainer)`.
 
     Args:
-        min_dedup_ratio, max_responses_per_group, self_check, min_shared: see `fallback.Options`.
+        min_dedup_ratio, max_responses_per_group, self_check, min_shared, drop_unread: see `fallback.Options`.
         verify_first_steps: as there, of the policy's forwards; log-probabilities are compared.
 
     Everything else is the trainer's.
@@ -59,6 +59,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         verify_first_steps: int = 0,
         self_check: bool = True,
         min_shared: int | None = MIN_SHARED,
+        drop_unread: bool = True,
         **kwargs: Any,
     ) -> None:
         given = dict(
@@ -67,6 +68,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             verify_first_steps=verify_first_steps,
             self_check=self_check,
             min_shared=min_shared,
+            drop_unread=drop_unread,
         )
         self._sharing_options = Options.checked({name: (name, value) for name, value in given.items()})
         self._verification = Verification(verify_first_steps, "policy")
@@ -131,11 +133,12 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             numbers = [one + before for one, before in zip(numbers.tolist(), self._logged[mode])]
         else:
             numbers = numbers.tolist()
-        calls, replicated, tokens, *fallbacks = numbers
+        calls, replicated, tokens, unread, *fallbacks = numbers
         if calls == 0:
             return
         self._logged[mode] = numbers
-        values = {**savings(replicated, tokens), "tokens": tokens, "fallbacks": sum(fallbacks) / calls}
+        values = {**savings(replicated, tokens), "tokens": tokens, "unread_tokens": unread}
+        values["fallbacks"] = sum(fallbacks) / calls
         for reason, count in zip(TRL_REASONS, fallbacks):
             if count or reason in self._known_reasons:
                 self._known_reasons.add(reason)

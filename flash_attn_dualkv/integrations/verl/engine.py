@@ -29,6 +29,7 @@ from ..replacing import replace_once
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.images import check_images, check_placeholders, placeholders_of
+from ..transformers.late import late_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_hybrid, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
@@ -171,7 +172,7 @@ class _SharedPrompts:
             self.statistics.count_stock(Lengths.of(micro_batch), found)
             self._announce(f"micro-batches run on verl's own path where this holds ({found}): {VERL_REASONS[found]}")
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
-        self.statistics.count_shared(found.batch)
+        self.statistics.count_shared(found.batch, found.layout.num_unread)
         self.plan = found
         try:
             with expect_shared_prompt(found.layout, self.layers):
@@ -259,6 +260,9 @@ class _SharedPrompts:
         if ranks > 1:
             group = transformer_impl.get_ulysses_sequence_parallel_group()
             plan = replace(plan, layout=UlyssesLayout.of(plan.layout, group))
+        elif plan.scored is not None and self.options.drop_unread:
+            late = late_layout(causal_lm_of(self.stock_module), plan.batch)
+            plan = replace(plan, layout=replace(plan.layout, late=late))
         return plan
 
     def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:

@@ -23,8 +23,8 @@ class Statistics:
         self.tally = Tally()
         self.pairs = 0
 
-    def count_shared(self, batch: PackedBatch) -> None:
-        self.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
+    def count_shared(self, batch: PackedBatch, unread: int) -> None:
+        self.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens, unread=unread)
         self.pairs += batch.num_pairs
 
     def count_stock(self, lengths: Lengths, reason: str) -> None:
@@ -38,6 +38,7 @@ class Statistics:
         found: dict[str, float] = {
             **savings(tally.replicated, tally.tokens),
             "executed_tokens": tally.tokens,
+            "unread_tokens": tally.unread,
             "executed_tokens_per_s": tally.tokens / seconds,
             "effective_tokens_per_s": tally.replicated / seconds,
             "mfu_executed": self._mfu(seconds, forward_only),

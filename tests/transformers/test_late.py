@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rows that nobody reads leave before the layers without keys of their own, and nothing else changes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from processes import run_ranks
+from tiny_models import (
+    COMMON,
+    TOLERANCES,
+    Samples,
+    check_equal,
+    check_gradients,
+    dualkv,
+    gradients,
+    replicated_logps,
+    row_of,
+    stock_twin,
+    tiny_model,
+    transformers,
+)
+from torch import Tensor, nn
+
+from flash_attn_dualkv import PackedBatch, SharedPromptError, layout, pack_prefix_tree
+from flash_attn_dualkv.integrations.transformers.late import late_layers
+from flash_attn_dualkv.integrations.transformers.structure import decoder_of
+
+LAYERS, SHARED = 6, 4
+_MIXED = ["sliding_attention", "full_attention"] * 3
+# As Gemma 4 E2B: windows, per-layer inputs, wider MLPs and other head dims of full attention.
+_SIZES = dict(
+    COMMON, num_hidden_layers=LAYERS, num_kv_shared_layers=SHARED, layer_types=_MIXED, head_dim=16, sliding_window=5,
+    hidden_size_per_layer_input=8, vocab_size_per_layer_input=97,
+)  # fmt: skip
+SIZES = {
+    "gemma4_text": dict(_SIZES, global_head_dim=32, use_double_wide_mlp=True, final_logit_softcapping=0.5),
+    "gemma4_unified_text": dict(_SIZES, use_double_wide_mlp=True),
+    # A quarter of the first layer's MLP is active.
+    "gemma3n_text": dict(_SIZES, laurel_rank=8, activation_sparsity_pattern=[0.75, *[0.0] * (LAYERS - 1)]),
+}
+# Two long prompts, one that is too short to leave; an answer without tokens, and rows of padding.
+SAMPLES = Samples.random([(90, [5, 9, 0]), (130, [70, 3]), (2, [8])]).take([0, 3, 1, 5, 2, 4])
+PACKINGS = (dict(), dict(boundary="gather"), dict(pad_to_multiple_of=256))
+
+
+def model_of(name: str, **options: Any) -> Any:
+    """In float64, of random parameters, in eval mode; a skip where its late layers have projections of keys."""
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip("not in this version")
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = transformers.AutoConfig.for_model(name, **{**SIZES[name], **options})
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv")
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.15)
+    if not late_layers(decoder_of(model)):
+        pytest.skip("the layers own keys in this version")
+    return model.double().eval()
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """Rows that the MLP of each layer computes, without a hook."""
+    rows: list[int] = []
+
+    def counting(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def count(hidden: Tensor) -> Tensor:
+            rows.append(hidden.shape[-2])
+            return forward(hidden)
+
+        return count
+
+    layers = [one.mlp for one in decoder_of(model).layers]
+    for one in layers:
+        one.forward = counting(one.forward)
+    try:
+        yield rows
+    finally:
+        for one in layers:
+            del one.forward
+
+
+Found = tuple[Tensor, dict[str, Tensor]]
+
+
+def computed(model: Any, batch: PackedBatch, run: Any = None, **options: Any) -> Found:
+    """Log-probabilities, and all gradients of a loss of these and entropies."""
+    options = dict(temperature=0.7, with_entropy=True, self_check=False) | options
+    logps, entropy = dualkv.shared_prompt_forward(model if run is None else run, batch, **options)
+    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(5), dtype=logps.dtype)
+    (weights @ logps + 0.3 * entropy.sum()).backward()
+    return logps.detach(), gradients(model)
+
+
+def check(got: Found, expected: Found, dtype: torch.dtype = torch.float64) -> None:
+    check_equal(got[0], expected[0], TOLERANCES[dtype].value)
+    check_gradients(got[1], expected[1], TOLERANCES[dtype].gradient)
+
+
+def rows_of_layers(model: Any, batch: PackedBatch, **options: Any) -> list[int]:
+    with torch.no_grad(), counted(model) as rows:
+        dualkv.shared_prompt_forward(model, batch, self_check=False, **options)
+    return rows
+
+
+def check_leaves(model: Any, batch: PackedBatch) -> None:
+    """Rows leave, where they may, and all results are those of all rows."""
+    tokens, queries = batch.layout.num_tokens, batch.late_layout.num_queries
+    assert queries < tokens
+    assert rows_of_layers(model, batch) == [tokens] * (LAYERS - SHARED) + [queries] * SHARED
+    assert rows_of_layers(model, batch, drop_unread=False) == [tokens] * LAYERS
+    check(computed(model, batch), computed(model, batch, drop_unread=False))
+
+
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_prompts_leave(name: str, options: dict[str, Any]) -> None:
+    check_leaves(model_of(name), SAMPLES.pack(**options))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_single_row_leaves_and_comes_between(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees, whose masks have several spans in a node: every row that scores nothing leaves."""
+    monkeypatch.setattr(layout, "MIN_LEAVING", 1)
+    model = model_of(name)
+    stem, *turns = Samples.random([(length, [0]) for length in (30, 25, 11, 20, 16)]).prompts
+    sequences = [stem + turns[0] + turns[1], stem + turns[0] + turns[2], stem + turns[3], turns[3]]
+    masks = [[int(at % 9 > 5) for at in range(len(one))] for one in sequences]
+    for boundary in ("gather", "replicate"):
+        batch = pack_prefix_tree(sequences, loss_mask=masks, min_shared=1, boundary=boundary, pad_to_multiple_of=16)
+        assert batch.layout.depth == 3
+        assert torch.equal(batch.late_layout.query_rows, batch.token_index.unique())
+        assert (batch.late_layout.nodes[:, 4] == 0).any()  # further runs of queries of a node
+        check_leaves(model, batch)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_equals_replicated_prompts(name: str) -> None:
+    model = model_of(name)
+    twin = stock_twin(model, "sdpa")
+    logps, entropy = replicated_logps(twin, SAMPLES, temperature=0.7)
+    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(5), dtype=logps.dtype)
+    (weights @ logps + 0.3 * entropy.sum()).backward()
+    check(computed(model, SAMPLES.pack()), (logps.detach(), gradients(twin)))
+
+
+def test_observations_leave() -> None:
+    """A chain of turns, one sequence: what the model did not write leaves amid the node, the rest stays."""
+    model = model_of("gemma4_text")
+    tokens = Samples.random([(400, [0])]).prompts[0]
+    mask = [0] * 100 + [1] * 20 + [0] * 80 + [1] * 30 + [0] * 20 + [1] * 20 + [0] * 70 + [1] * 10 + [0] * 50
+    batch = pack_prefix_tree([tokens], loss_mask=[mask])
+    kept = [*range(99, 119), *range(199, 269), *range(339, 400)]  # 20 and 51 rows are too few to leave
+    assert batch.late_layout.query_rows.tolist() == kept
+    check_leaves(model, batch)
+
+
+def test_activation_checkpointing() -> None:
+    """Layers are computed again in the backward, where nothing of the forward is left."""
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    expected = computed(model, batch, drop_unread=False)
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    model.train()
+    with counted(model) as rows:
+        check(computed(model, batch), expected)
+    queries, tokens = batch.late_layout.num_queries, batch.layout.num_tokens
+    assert rows[-2 * LAYERS :] == [*[tokens] * 2, *[queries] * 2 * SHARED, *[tokens] * 2]
+
+
+def test_lora() -> None:
+    peft = pytest.importorskip("peft")
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "o_proj", "down_proj"], lora_dropout=0.0)
+    wrapped = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    assert set(rows_of_layers(wrapped, batch)[-SHARED:]) == {batch.late_layout.num_queries}
+    check(computed(model, batch, wrapped), computed(model, batch, wrapped, drop_unread=False))
+
+
+def test_compiled_layers() -> None:
+    """The first of those that rows do not reach, and the last, traced with their hooks."""
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    expected = computed(model, batch, drop_unread=False)
+    for one in (model.model.layers[-SHARED], model.model.layers[-1]):
+        one.compile(backend="aot_eager", dynamic=False)
+    check(computed(model, batch), expected)
+
+
+def test_a_forward_of_ones_own() -> None:
+    """With the hook, which prepares the layers; rows that have left are filled with something finite."""
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    dualkv.install_layout_hook(model, self_check=False)
+    late = replace(batch.layout, late=batch.late_layout)
+    with torch.no_grad(), counted(model) as rows:
+        got, expected = (model(**row_of(batch, shared_prompt_layout=one)).logits[0] for one in (late, batch.layout))
+    assert rows == [late.num_tokens] * 2 + [late.late.num_queries] * SHARED + [late.num_tokens] * LAYERS
+    check_equal(got[batch.token_index], expected[batch.token_index], 1e-7)
+    assert got.isfinite().all()
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+WRAPPERS = ("ddp", "fsdp1", "fsdp2")
+
+
+def _run_rank(rank: int, results: Any) -> None:
+    for wrapper in WRAPPERS:
+        model = model_of("gemma4_text", tie_word_embeddings=False).train()
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        batch = SAMPLES.take([[0, 1, 2, 3], [4, 5]][rank]).pack()
+        wrapped = ranks.wrap(model, wrapper, torch.device("cpu"))
+        with counted(model) as rows:
+            logps, _ = dualkv.shared_prompt_forward(wrapped, batch)
+            rows = rows[-LAYERS:]
+            logps.sum().backward()
+        results[rank, wrapper] = logps.detach(), rows, ranks.whole_gradients(wrapped, model)
+
+
+def test_wrapped_models() -> None:
+    """Log-probabilities of each rank's own samples, and the mean of the ranks' gradients."""
+    found = run_ranks(_run_rank, 2)
+    model = model_of("gemma4_text", tie_word_embeddings=False)
+    shares = [SAMPLES.take(index).pack() for index in ([0, 1, 2, 3], [4, 5])]
+    logps = [dualkv.shared_prompt_forward(model, one, drop_unread=False)[0] for one in shares]
+    (sum(one.sum() for one in logps) / 2).backward()
+    expected = gradients(model)
+    for (rank, _), (got, rows, gradient) in found.items():
+        late = shares[rank].late_layout
+        assert rows == [late.num_tokens] * (LAYERS - SHARED) + [late.num_queries] * SHARED
+        check((got, gradient), (logps[rank].detach(), expected))
+
+
+# --- who else reads rows ----------------------------------------------------------------------------------------------
+
+
+def _watch(module: nn.Module) -> Any:
+    return module.register_forward_hook(lambda *_: None)
+
+
+WATCHERS: dict[str, Callable[[Any], Any]] = {
+    "hook on a late layer": lambda model: _watch(model.model.layers[-1]),
+    "hook inside of one": lambda model: _watch(model.model.layers[-2].mlp.act_fn),
+    "hook on the last norm": lambda model: model.model.norm.register_forward_pre_hook(functools.partial(_nothing, 1)),
+    "hook on the backbone": lambda model: _watch(model.model),
+    "hidden states": lambda model: setattr(model.config, "output_hidden_states", True),
+    "routers": lambda model: setattr(model.config, "enable_moe_block", True),
+}
+
+
+def _nothing(_number: int, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_all_rows_stay_where_something_reads_them(name: str) -> None:
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    WATCHERS[name](model)
+    assert rows_of_layers(model, batch) == [batch.layout.num_tokens] * LAYERS
+
+
+def test_a_hook_that_reads_no_late_rows() -> None:
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    seen: list[int] = []
+    model.model.layers[0].register_forward_hook(lambda _module, _args, output: seen.append(output.shape[-2]))
+    assert set(rows_of_layers(model, batch)[-SHARED:]) == {batch.late_layout.num_queries}
+    assert seen[-1] == batch.layout.num_tokens
+
+
+def test_models_whose_last_layers_own_keys() -> None:
+    """Then nothing is asked of the batch, which would wait for a GPU."""
+    for model in (tiny_model("qwen3"), tiny_model("gemma4_text", num_kv_shared_layers=0)):
+        assert late_layers(decoder_of(model)) == []
+        batch = SAMPLES.pack()
+        dualkv.shared_prompt_forward(model, batch)
+        assert "late_layout" not in vars(batch)
+
+
+def test_batches_of_which_nothing_leaves() -> None:
+    """Short prompts; nothing scored."""
+    model = model_of("gemma4_text")
+    for samples in (Samples.random([(60, [9])]), Samples.random([(200, [0, 0])])):
+        batch = samples.pack()
+        assert batch.late_layout is None
+        assert rows_of_layers(model, batch) == [batch.layout.num_tokens] * LAYERS
+
+
+def test_a_wrong_option() -> None:
+    with pytest.raises(SharedPromptError, match="drop_unread: expected a bool, got 1"):
+        dualkv.shared_prompt_forward(model_of("gemma4_text"), SAMPLES.pack(), drop_unread=1)
