@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import dualkv, tiny_model
+from transformers import AutoModelForSequenceClassification
 
 import flash_attn_dualkv as api
 from flash_attn_dualkv.integrations import trees
@@ -26,6 +27,7 @@ BATCH = api.pack_shared_prompts(PROMPTS, RESPONSES)
 TOKENS = BATCH.layout.num_tokens
 IDS = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [0, 8, 9, 3]])
 MODEL = tiny_model("llama")
+CLASSIFIER = AutoModelForSequenceClassification.from_config(MODEL.config, attn_implementation="dualkv").eval()
 TREE = api.group_by_prefix(PROMPTS, min_shared=1)
 IMAGES = {"pixel_values": [torch.ones(2, 4), torch.ones(2, 4), None]}
 TREE_BATCH = api.pack_prefix_tree(PROMPTS, min_shared=1)
@@ -155,9 +157,21 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "prefix_tree": (trees.prefix_tree, dict(node_lengths=[1, 2], sample_paths=[[0, 1]])),
     "shared_prompt_forward": (
         dualkv.shared_prompt_forward,
-        dict(model=MODEL, batch=BATCH, temperature=1.0, with_entropy=False, self_check=True),
+        dict(
+            model=MODEL, batch=BATCH, layout=None, temperature=1.0, with_entropy=False, self_check=True,
+            drop_unread=True,
+        ),
     ),
-    "row_inputs": (dualkv.row_inputs, dict(model=MODEL, batch=BATCH)),
+    "shared_prompt_logits": (
+        lambda model, batch, rows, self_check: dualkv.shared_prompt_logits(
+            model, batch, rows, lambda logits, at: (logits.argmax(-1),), self_check=self_check
+        ),
+        dict(model=MODEL, batch=BATCH, rows=BATCH.token_index, self_check=True),
+    ),
+    "shared_prompt_values": (
+        dualkv.shared_prompt_values, dict(model=CLASSIFIER, batch=TREE_BATCH, rows=None, self_check=True),
+    ),
+    "row_inputs": (dualkv.row_inputs, dict(model=MODEL, batch=BATCH, layout=None)),
     "install_layout_hook": (
         lambda model, self_check: dualkv.install_layout_hook(model, self_check=self_check).remove(),
         dict(model=MODEL, self_check=True),

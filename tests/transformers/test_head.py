@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 
 from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.errors import SharedPromptTypeError
 from flash_attn_dualkv.integrations import lm_head
 
 TOKENS = sum(map(len, MIXED.responses))
@@ -248,12 +249,15 @@ def test_rows_that_are_refused() -> None:
     model, batch = tiny_model("qwen3"), MIXED.pack()
     for rows, message in (
         (batch.token_index.int(), "int64"),
+        (batch.token_index - 99, "^rows: expected rows of the batch, 0 to"),
         (batch.token_index[None], "1 dimension"),
         (batch.token_index.to("meta"), "got one on meta"),
         ([0, 1], "rows"),
     ):
         with pytest.raises(SharedPromptError, match=message):
             dualkv.shared_prompt_logits(model, batch, rows, lambda logits, _: (logits,))
+    with pytest.raises(SharedPromptTypeError, match="^reduce: expected a function"):
+        dualkv.shared_prompt_logits(model, batch, batch.token_index, 3)
 
 
 def test_a_vocabulary_that_ranks_divide() -> None:

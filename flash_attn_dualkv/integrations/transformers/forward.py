@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
-from ...errors import SharedPromptError
+from ...errors import SharedPromptError, SharedPromptTypeError
 from ..divided import DividedLayout, check_divided
 from ..guard import expect_shared_prompt
 from ..lm_head import rows_of_a_chunk, score_in_chunks
@@ -150,6 +150,8 @@ def shared_prompt_logits(
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     checked_rows(rows, batch)
+    if not callable(reduce):
+        raise SharedPromptTypeError(explain("reduce", "a function of logits and a slice", checks.describe(reduce)))
 
     def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
         begins = range(0, max(1, len(hidden)), rows)
@@ -160,11 +162,14 @@ def shared_prompt_logits(
 
 
 def checked_rows(rows: Any, batch: PackedBatch) -> Tensor:
-    """(n,) int64 on the batch's device. Values are not looked at, which would wait for a GPU."""
+    """(n,) int64 on the batch's device; values are looked at on the CPU alone, as that would wait for a GPU."""
     checks.integers("rows", rows, 1)
     if rows.dtype != torch.int64 or rows.device != batch.input_ids.device:
         expected = f"int64 on {batch.input_ids.device} (as the batch)"
         raise SharedPromptError(explain("rows", expected, f"{rows.dtype} on {rows.device}"))
+    most = batch.layout.num_tokens
+    if rows.device.type == "cpu" and ((rows < 0) | (rows >= most)).any():
+        raise SharedPromptError(explain("rows", f"rows of the batch, 0 to {most - 1}", rows.tolist()))
     return rows
 
 
