@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import tiny_models
-from tiny_trl import SLOW, check_runs, model_on_disk, shared, train, trainer, transformers
+import transformers
+from tiny_trl import SLOW, check_runs, model_on_disk, shared, train, trainer
 
 from flash_attn_dualkv import SharedPrefixPlan
 
