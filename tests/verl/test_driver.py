@@ -152,11 +152,12 @@ def test_executed_mfu(config: Any) -> None:
     shared = statistics(config)
     prompt = torch.arange(300)
     batch = pack_shared_prompts([prompt] * 8, [torch.arange(20)] * 8)
-    shared.count_shared(batch)
+    shared.count_shared(batch, unread=7)
     metrics = {name.removeprefix("shared_prompt/"): value[0] for name, value in shared.metrics(2.0, True).items()}
     assert metrics["dedup_ratio"] == pytest.approx(8 * 320 / (299 + 8 * 21))
     assert metrics["effective_tokens_per_s"] == 8 * 320 / 2
     assert metrics["tokens_saved"] == 8 * 320 - (299 + 8 * 21)
+    assert metrics["unread_tokens"] == 7
     one, _ = FlopsCounter(config).estimate_flops([320], 2.0)
     assert metrics["mfu_executed"] < 8 * one / promised / 2 / 3
 
