@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from types import FunctionType
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -34,3 +38,37 @@ def closure_of(function: Any) -> dict[str, Any]:
     if not isinstance(function, FunctionType):
         return {}
     return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()]))
+
+
+def after_import(name: str, change: Callable[[Any], None]) -> None:
+    """Call change(module) as soon as a module has been imported: now, or when somebody does."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _After(name, change))
+
+
+class _After(MetaPathFinder):
+    """Finds one module, as others do, and calls a function behind its code."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self.name, self.change = name, change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.change(module)
+
+        loader.exec_module = exec_module
+        return spec

@@ -30,7 +30,9 @@ LAYERS = (
     ("integrations.replacing", "integrations.trees"),
     ("integrations.ulysses", "integrations.context_parallel"),
     ("integrations.megatron", "integrations.transformers"),
-    ("integrations.fallback", "integrations.turns", "integrations.scoring"),
+    ("integrations.fallback", "integrations.turns", "integrations.scoring", "integrations.siblings"),
+    ("integrations.padded",),
+    ("integrations.openrlhf",),
     ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
     ("", "demo"),
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ...data.images import Images
+from ..siblings import fill
 
 
 def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -38,29 +39,6 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
     parts = fill(Images.of(images, len(prompts)).divide([*groups.values()]), rows)
     moved = [{name: _select(value, part) for name, value in merged.items()} for part in parts]
     return [unsplit_pixel_values_by_grid(one) for one in moved]
-
-
-def fill(groups: Any, rows: int) -> list[list[int]]:
-    """Divide groups among slices of `rows` each, with as few groups cut as first fit finds.
-
-    Groups are looked at in their order, so are the slices; larger ones are cut into slices first.
-    """
-    pieces = [group[at : at + rows] for group in groups for at in range(0, len(group), rows)]
-    slices: list[list[int]] = [[] for _ in range(sum(map(len, pieces)) // rows)]
-    left: list[int] = []
-    # The largest first: where groups are equally large, as a rule, that is their own order.
-    for piece in sorted(pieces, key=len, reverse=True):
-        room = next((one for one in slices if rows - len(one) >= len(piece)), None)
-        if room is None:
-            left += piece
-        else:
-            room += piece
-    for one in slices:
-        missing = rows - len(one)
-        one += left[:missing]
-        left = left[missing:]
-    # Where a slice stands depends on the shuffle, not on how large its groups are.
-    return sorted(slices, key=min)
 
 
 def _rows(slices: Sequence[dict[str, Any]]) -> int | None:

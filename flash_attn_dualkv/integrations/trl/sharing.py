@@ -14,44 +14,34 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded, pack_prefix_tree
-from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from ..fallback import TRL_REASONS, Options, Refusal, Tally, kernels_refusal
-from ..transformers import check_supported, expect_shared_prompt, register, support, wrap
-from ..transformers.first_use import FirstUseError, check_first_use
+from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ..fallback import TRL_REASONS, Options, Refusal, Tally
+from ..padded import Refused, check_model, take_layouts
+from ..transformers import expect_shared_prompt, support
 from ..transformers.images import images_of_samples, row_inputs, towers_without_layout
 from ..transformers.late import late_layout
 from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import check_attention, is_mark_of_text, num_mixing_layers, text_config
+from ..transformers.support import is_mark_of_text, num_mixing_layers, text_config
 from ..transformers.values import values_of_rows
 from ..turns import deeper_tree, pack_deeper
 
 logger = get_logger(__name__)
 
-EAGER = "dualkv_eager"  # what takes a layout and, without one, is the model's own eager attention
 _SAMPLES = {"input_ids", "attention_mask", "labels"}
 _PASSED_ON = {"num_items_in_batch", "output_router_logits"}
 _WITHOUT_EFFECT = {"return_dict", "use_cache"}
-
-
-class Refused(Exception):  # noqa: N818 (stock attention is no error)
-    """Raised anew, never kept: an exception holds the tensors of the frames it has passed."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.refusal = Refusal(reason, message)
 
 
 class Sharing:
@@ -94,31 +84,9 @@ class Sharing:
     def install(self, model: Any) -> None:
         """Let a model that has TRL's forward share prompts."""
         stock = causal_lm_of(model)
-        _switch_attention(stock)
+        take_layouts(stock)
         kind = SharedValues if isinstance(stock, GenericForSequenceClassification) else SharedForward
         kind(self, stock)
-
-
-def _switch_attention(causal_lm: Any) -> None:
-    """Let the model's attention take a layout; where it cannot, `check_attention` says so."""
-    name = text_config(causal_lm.config)._attn_implementation
-    known = AttentionInterface._global_mapping
-    if name in known and not hasattr(known[name], support.TAKES_LAYOUT):
-        wrap((name,))
-    elif name == "eager" and _has_interface(causal_lm):
-        # Every model file has an eager attention of its own: there is nothing to wrap. Files of
-        # models that cannot share may compute otherwise where the name is none of transformers'.
-        with suppress(SharedPromptError):
-            check_supported(causal_lm.config)
-            register(EAGER, fallback="eager")
-            causal_lm.set_attn_implementation(EAGER)
-
-
-def _has_interface(causal_lm: Any) -> bool:
-    """Whether the text of a model attends through transformers' interface."""
-    text = text_config(causal_lm.config)
-    models = [one for one in causal_lm.modules() if isinstance(one, PreTrainedModel) and one.config is text]
-    return all(one._can_set_attn_implementation() for one in models)
 
 
 class SharedForward:
@@ -225,24 +193,8 @@ class SharedForward:
         """Raise Refused for what the model does not allow."""
         if self._unsupported is not None:
             raise Refused(*self._unsupported)
-        config = self.causal_lm.config
-        try:
-            check_supported(config)
-            check_attention(config)
-            if device.type == "cuda":
-                dtype = self.causal_lm.get_input_embeddings().weight.dtype
-                if torch.is_autocast_enabled("cuda"):
-                    dtype = torch.get_autocast_dtype("cuda")
-                if (refusal := kernels_refusal(config, dtype)) is not None:
-                    raise Refused(*refusal)
-            check_first_use(self.causal_lm, device, self_check=self.sharing.options.self_check)
-        except FirstUseError as error:
-            advice = " (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)"
-            raise Refused(error.reason, str(error) + advice * (error.reason == "dropout")) from None
-        except SharedPromptLayoutError:  # one that gets lost on its way: a mistake, and no kind of model
-            raise
-        except SharedPromptError as error:
-            raise Refused("unsupported", str(error)) from None
+        advice = " (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)"
+        check_model(self.causal_lm, device, self_check=self.sharing.options.self_check, about_dropout=advice)
 
     @torch.compiler.disable(recursive=False)
     def _run(self, batch: PackedBatch, row: dict[str, Any]) -> Any:

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""OpenRLHF's actor on shared prompts: the policy, the reference and old log-probabilities; DPO's models too.
+
+    ray job submit --runtime-env-json '{"worker_process_setup_hook":
+        "flash_attn_dualkv.integrations.openrlhf.share_prompts"}' -- python3 -m openrlhf.cli.train_ppo_ray ...
+
+Losses, log-probabilities, entropies and gradients are OpenRLHF's up to rounding. Written for OpenRLHF 0.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from ..checks import explain
+from ..data.pack import MIN_SHARED
+from ..errors import SharedPromptUnsupportedError
+from .fallback import Refusal
+from .padded import PaddedScores, check_version
+from .replacing import after_import, replace_once
+from .siblings import fill
+from .transformers.structure import causal_lm_of
+from .transformers.support import text_config
+
+__all__ = ["share_prompts"]
+
+_STEP = "dualkv_samples_of_a_step"  # attribute of replay buffers
+
+
+def share_prompts(*, min_dedup_ratio: float = 1.1, self_check: bool = True, min_shared: int = MIN_SHARED) -> None:
+    """Let every `Actor` of this process share prompts, and let PPO's micro-batches keep a prompt's samples together.
+
+    To be called in every process that has an actor. A second call changes nothing.
+
+    Args:
+        min_dedup_ratio, self_check, min_shared: see `fallback.Options`.
+
+    Raises:
+        SharedPromptError: an argument is not as described.
+        ImportError: OpenRLHF is missing, or of a version that this is not written for.
+    """
+    scores = PaddedScores(PaddedScores.options_of(min_dedup_ratio, self_check, min_shared))
+    check_version("openrlhf", "0.11")
+
+    def change_actor(module: Any) -> None:
+        replace_once(module.Actor, "forward", lambda stock: _forward(stock, scores))
+
+    def change_trainer(module: Any) -> None:
+        replace_once(module.ActorPPOTrainer, "ppo_train", _ppo_train)
+        replace_once(module, "DataLoader", lambda stock: _data_loader)
+
+    # Not imported here: processes of rollouts, which run this too, are to be without DeepSpeed.
+    after_import("openrlhf.models.actor", change_actor)
+    after_import("openrlhf.trainer.ray.ppo_actor", change_trainer)
+
+
+class ActorOutput:
+    """What an actor returns beside log-probabilities where no logits are made."""
+
+    def __init__(self, entropy: Tensor | None) -> None:
+        if entropy is not None:
+            self.entropy = entropy
+
+    def __contains__(self, name: object) -> bool:
+        return name in vars(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "aux_loss":
+            expected = "--actor.aux_loss_coef 0 with shared prompts"
+            raise SharedPromptUnsupportedError(explain("aux_loss", expected, "a coefficient above 0"))
+        raise AttributeError(f"{name}: an actor that shares prompts returns log-probabilities and entropies alone")
+
+
+def _forward(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., Any]:
+    def forward(
+        self: Any,
+        sequences: Tensor,
+        action_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_output: bool = False,
+        allgather_logits: bool = False,
+        return_logprobs: bool = False,
+        ring_attn_group: Any = None,
+        packed_seq_lens: list[int] | None = None,
+        return_entropy: bool = False,
+        **mm_inputs: Any,
+    ) -> Any:
+        result = None
+        if attention_mask is not None and (action_mask is not None or return_logprobs):
+            is_scored = torch.zeros_like(sequences, dtype=torch.bool)
+            if action_mask is None:
+                is_scored[:, 1:] = attention_mask[:, 1:].bool() & attention_mask[:, :-1].bool()
+            else:
+                is_scored[:, -action_mask.shape[1] :] = action_mask
+            result = scores.score(
+                self.model,
+                sequences,
+                attention_mask,
+                is_scored,
+                temperature=self.temperature,
+                with_entropy=return_entropy,
+                refusal=_refusal(self, ring_attn_group, mm_inputs, return_output and action_mask is None),
+            )
+        if result is None:
+            return stock(
+                self,
+                sequences,
+                action_mask,
+                attention_mask,
+                return_output,
+                allgather_logits,
+                return_logprobs,
+                ring_attn_group,
+                packed_seq_lens,
+                return_entropy,
+                **mm_inputs,
+            )
+        logps, entropy = result
+        if action_mask is not None:
+            logps = logps[:, -action_mask.shape[1] :]
+        return (logps, ActorOutput(entropy)) if return_output else logps
+
+    return forward
+
+
+def _refusal(actor: Any, ring_attn_group: Any, mm_inputs: dict[str, Any], wants_aux_loss: bool) -> Refusal | None:
+    """Why a call of an actor cannot share, if it cannot."""
+    if ring_attn_group is not None:
+        return Refusal("ring_attention", "ring attention divides rows (set --ds.ring_attn_size 1)")
+    if mm_inputs:
+        return Refusal("multimodal", "images in OpenRLHF's samples are not shared")
+    if wants_aux_loss and getattr(text_config(causal_lm_of(actor.model).config), "output_router_logits", False):
+        return Refusal("router", "the loss that balances experts is read from the model's output")
+    return None
+
+
+def _ppo_train(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(self.replay_buffer, _STEP, self.micro_train_batch_size * self.strategy.accumulated_gradient)
+        return stock(self, *args, **kwargs)
+
+    return ppo_train
+
+
+def _data_loader(buffer: Any, batch_size: int, shuffle: bool, drop_last: bool, **options: Any) -> Any:
+    """OpenRLHF's loader of micro-batches. Where it shuffles, samples of a prompt meet within each optimizer's step."""
+    if not shuffle or not drop_last:
+        return DataLoader(buffer, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, **options)
+    prompts = [_prompt_of(one) for one in buffer.items]
+    return DataLoader(buffer, batch_sampler=_Siblings(prompts, batch_size, getattr(buffer, _STEP)), **options)
+
+
+def _prompt_of(item: Any) -> tuple[int, ...]:
+    """The tokens before the first action of a single sample."""
+    actions = item.action_mask.nonzero()
+    shift = len(item.sequences) - len(item.action_mask)
+    return tuple(item.sequences[: int(actions[0]) + shift if len(actions) else None].tolist())
+
+
+class _Siblings(Sampler[list[int]]):
+    """Full micro-batches of a random order; each step has the samples that it would have, and as many micro-batches.
+
+    Args:
+        prompts: one for each sample, equal where samples share it.
+        rows: samples of a micro-batch.
+        step: samples of an optimizer's step.
+    """
+
+    def __init__(self, prompts: Sequence[Any], rows: int, step: int) -> None:
+        self.prompts, self.rows, self.step = prompts, rows, step
+
+    def __len__(self) -> int:
+        return len(self.prompts) // self.rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(len(self.prompts))[: len(self) * self.rows].tolist()
+        for begin in range(0, len(order), self.step):
+            part = order[begin : begin + self.step]
+            groups: dict[Any, list[int]] = {}
+            for place, sample in enumerate(part):
+                groups.setdefault(self.prompts[sample], []).append(place)
+            for places in fill(groups.values(), self.rows):
+                yield [part[place] for place in places]
