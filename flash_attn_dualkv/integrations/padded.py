@@ -120,6 +120,11 @@ class PaddedScores:
         read = Options.checked({name: (name, value) for name, value in given.items()})
         return read._replace(min_shared=checks.integer("min_shared", min_shared, 1))
 
+    def take(self) -> Tally:
+        """What has been run since this was last asked."""
+        tally, self.tally = self.tally, Tally()
+        return tally
+
     def score(
         self,
         model: Any,

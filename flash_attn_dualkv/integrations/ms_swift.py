@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""ms-swift's GRPO on shared prompts: log-probabilities of the policy, the reference and rollouts.
+
+    from flash_attn_dualkv.integrations.ms_swift import share_prompts
+
+    share_prompts()
+
+is a plug-in: `swift rlhf --rlhf_type grpo --external_plugins that_file.py ...`. Losses, log-probabilities, entropies
+and gradients are ms-swift's up to rounding. Written for ms-swift 4.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.pack import MIN_SHARED
+from .fallback import PREFIX, Refusal, savings
+from .padded import PaddedScores, check_version
+from .replacing import after_import, replace_once
+
+__all__ = ["share_prompts"]
+
+_PADDING = -1e10  # of log-probabilities, where ms-swift pads rows that had no padding
+# What a text model is given, and what has no effect on it.
+_OF_TEXT = {
+    "input_ids", "attention_mask", "labels", "position_ids", "text_position_ids", "logits_to_keep", "use_cache",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+}  # fmt: skip
+
+
+def share_prompts(*, min_dedup_ratio: float = 1.1, self_check: bool = True, min_shared: int = MIN_SHARED) -> None:
+    """Let every GRPO trainer of this process share prompts. A second call changes nothing.
+
+    Args:
+        min_dedup_ratio, self_check, min_shared: see `fallback.Options`.
+
+    Raises:
+        SharedPromptError: an argument is not as described.
+        ImportError: ms-swift is missing, or of a version that this is not written for.
+    """
+    scores = PaddedScores(PaddedScores.options_of(min_dedup_ratio, self_check, min_shared))
+    check_version("ms-swift", "4.6")
+
+    def change(module: Any) -> None:
+        name = "_get_per_token_logps_and_entropies_single"
+        replace_once(module.GRPOTrainer, name, lambda stock: _sharing(stock, scores))
+
+    after_import("swift.rlhf_trainers.grpo_trainer", change)
+
+
+def _sharing(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., Any]:
+    def logps_and_entropies(
+        self: Any, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, compute_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        refusal = _refusal(self, model_inputs)
+        ids, mask = _rows(model_inputs, self.template.padding_free and refusal is None)
+        kept = grpo_batch.completion_mask.shape[1]
+        ids, mask = (torch.nn.functional.pad(one, (max(0, kept - one.shape[1]), 0)) for one in (ids, mask))
+        is_scored = torch.zeros_like(ids, dtype=torch.bool)
+        if refusal is None:
+            is_scored[:, -kept:] = grpo_batch.completion_mask
+        found = scores.score(
+            model,
+            ids,
+            mask,
+            is_scored,
+            temperature=self.temperature,
+            with_entropy=compute_entropy,
+            refusal=refusal,
+        )
+        _log(self, scores)
+        if found is None:
+            result: tuple[Tensor, Tensor | None] = stock(self, model, model_inputs, grpo_batch, compute_entropy)
+            return result
+        # The first of all tokens has no log-probability, and is kept where rows without padding are the longest.
+        logps, entropy = (None if one is None else torch.nn.functional.pad(one, (1, 0))[:, -kept:] for one in found)
+        assert logps is not None
+        if self.template.padding_free:
+            columns = torch.arange(kept, device=logps.device)
+            logps = logps.masked_fill(columns < kept - grpo_batch.seq_lengths[:, None], _PADDING)
+        return logps, entropy
+
+    return logps_and_entropies
+
+
+def _refusal(trainer: Any, model_inputs: dict[str, Any]) -> Refusal | None:
+    """Why a call cannot share, if it cannot."""
+    others = sorted(name for name, value in model_inputs.items() if value is not None and name not in _OF_TEXT)
+    if trainer.is_multimodal:
+        return Refusal("multimodal", "ms-swift makes the embeddings of multimodal models before their forward")
+    if trainer.template.sequence_parallel_size > 1:
+        return Refusal("sequence_parallel", "sequences are divided (set --sequence_parallel_size 1)")
+    if others:
+        return Refusal("arguments", f"the model is given {', '.join(others)}")
+    return None
+
+
+def _rows(model_inputs: dict[str, Any], padding_free: bool) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask (B, S), padded in front if they were not padded."""
+    ids = model_inputs["input_ids"]
+    if not padding_free:
+        mask = model_inputs.get("attention_mask")
+        return ids, torch.ones_like(ids) if mask is None else mask
+    positions = model_inputs.get("text_position_ids")
+    positions = (model_inputs["position_ids"] if positions is None else positions).flatten()
+    begins = (positions == 0).nonzero()[:, 0].tolist()
+    lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(positions)])]
+    pieces = [one.flip(0) for one in ids[0].split(lengths)]
+    mask = [torch.ones_like(one) for one in pieces]
+    ids, mask = (torch.nn.utils.rnn.pad_sequence(one, batch_first=True).flip(1) for one in (pieces, mask))
+    return ids, mask
+
+
+def _log(trainer: Any, scores: PaddedScores) -> None:
+    """What was run since the last call, in the trainer's metrics."""
+    tally = scores.take()
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    values = savings(float(tally.replicated), float(tally.tokens))
+    for name, value in {**values, "fallbacks": tally.fallbacks.total()}.items():
+        metrics[f"{PREFIX}/{name}"].append(value)
