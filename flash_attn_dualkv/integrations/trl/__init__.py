@@ -13,6 +13,7 @@ from .trainers import (
     SharedPromptMixin,
     SharedPromptRewardTrainer,
     SharedPromptRLOOTrainer,
+    SharedPromptSFTTrainer,
 )
 from .tree import use_dualkv_for_tree_attention
 
@@ -22,5 +23,6 @@ __all__ = [
     "SharedPromptMixin",
     "SharedPromptRLOOTrainer",
     "SharedPromptRewardTrainer",
+    "SharedPromptSFTTrainer",
     "use_dualkv_for_tree_attention",
 ]

@@ -35,7 +35,7 @@ from ..transformers.late import late_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_mark_of_text, num_mixing_layers, text_config
 from ..transformers.values import values_of_rows
-from ..turns import deeper_tree, pack_deeper
+from ..turns import BOUNDARY, deeper_tree, pack_deeper
 
 logger = get_logger(__name__)
 
@@ -139,27 +139,17 @@ class SharedForward:
         ids, attention_mask, labels = (inputs[name] for name in ("input_ids", "attention_mask", "labels"))
         is_scored = labels != IGNORED_LABEL
         is_prompt = attention_mask.bool() & ~is_scored
-        # What is scored must be the end of its row, and be labelled with itself.
-        is_odd = is_scored & ((attention_mask == 0) | (labels != ids))
-        is_odd[:, 1:] |= is_scored[:, :-1] & is_prompt[:, 1:]
-        if is_odd.any():
-            raise Refused("samples", "the tokens that are scored are not one completion at the end of each sample")
-        options = self.sharing.options
+        if (is_scored & ((attention_mask == 0) | (labels != ids))).any():
+            raise Refused("samples", "tokens are labelled with others, or are padding")
         try:
             images = images_of_samples(self.causal_lm, ids, attention_mask, {name: inputs[name] for name in media})
         except SharedPromptError as error:
             raise Refused("multimodal", str(error)) from None
-        try:
-            most = options.max_responses_per_group
-            batch = pack_padded(ids, attention_mask, is_prompt.sum(1), max_responses_per_group=most, images=images)
-        except SharedPromptError as error:
-            raise Refused("samples", str(error)) from None
-        if not images:
-            begins = attention_mask.argmax(1).tolist()  # of tokens that stand together
-            sequences = [row[at : at + length] for row, at, length in zip(ids, begins, batch.sequence_lens)]
-            tree = deeper_tree(sequences, sum(batch.tree.node_lens), options)
-            if tree is not None:
-                batch = pack_deeper(sequences, batch.prompt_lens, tree.borders)
+        # Samples of supervised fine-tuning may have no prompt, or several turns that are scored.
+        if (is_scored[:, :-1] & is_prompt[:, 1:]).any() or not is_prompt.any(1).all():
+            batch = self._transcripts(ids, attention_mask.bool(), is_scored, images)
+        else:
+            batch = self._completions(ids, attention_mask, is_prompt.sum(1), images)
         self._check_savings(batch)
         passed_on = {name: inputs[name] for name in _PASSED_ON if name in inputs}
         # The packed row is text too.
@@ -172,6 +162,43 @@ class SharedForward:
             late = late_layout(self.causal_lm, batch)
             row["shared_prompt_layout"] = replace(row["shared_prompt_layout"], late=late)
         return is_scored, batch, row
+
+    def _completions(self, ids: Tensor, attention_mask: Tensor, prompt_lens: Tensor, images: Any) -> PackedBatch:
+        """Samples whose ends are scored; what they share behind their prompts too."""
+        options = self.sharing.options
+        try:
+            most = options.max_responses_per_group
+            batch = pack_padded(ids, attention_mask, prompt_lens, max_responses_per_group=most, images=images)
+        except SharedPromptError as error:
+            raise Refused("samples", str(error)) from None
+        if not images:
+            begins = attention_mask.argmax(1).tolist()  # of tokens that stand together
+            sequences = [row[at : at + length] for row, at, length in zip(ids, begins, batch.sequence_lens)]
+            tree = deeper_tree(sequences, sum(batch.tree.node_lens), options)
+            if tree is not None:
+                batch = pack_deeper(sequences, batch.prompt_lens, tree.borders)
+        return batch
+
+    def _transcripts(self, ids: Tensor, mask: Tensor, is_scored: Tensor, images: Any) -> PackedBatch:
+        """Samples that are scored anywhere, by what they begin with."""
+        options = self.sharing.options
+        if images or options.min_shared is None or options.max_responses_per_group is not None:
+            message = "scored tokens are not one completion at the end of each sample, which needs min_shared alone"
+            raise Refused("samples", message + " and no images")
+        if (mask[:, 1:] & ~mask[:, :-1]).any():
+            raise Refused("samples", "padding stands before tokens")
+        lengths = mask.sum(1).tolist()
+        # Nothing scores the first token, which the stock forward leaves out too.
+        scored = torch.cat([torch.zeros_like(is_scored[:, :1]), is_scored[:, 1:]], 1)
+        try:
+            return pack_prefix_tree(
+                ids[mask].split(lengths),
+                loss_mask=scored[mask].split(lengths),
+                boundary=BOUNDARY,
+                min_shared=options.min_shared,
+            )
+        except SharedPromptError as error:
+            raise Refused("samples", str(error)) from None
 
     def _check(self, inputs: dict[str, Any]) -> None:
         """Raise Refused for what trainer and model do not allow, before samples are looked at."""

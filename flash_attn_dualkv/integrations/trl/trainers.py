@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from ...checks import explain
 from ...data.pack import MIN_SHARED
@@ -169,6 +169,13 @@ class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
 
 class SharedPromptDPOTrainer(SharedPromptMixin, DPOTrainer):
     """DPOTrainer whose chosen and rejected completions share a prompt; see `SharedPromptMixin`."""
+
+
+class SharedPromptSFTTrainer(SharedPromptMixin, SFTTrainer):
+    """SFTTrainer whose samples share what they begin with, such as a system prompt; see `SharedPromptMixin`.
+
+    Any tokens may be trained: completions, the assistant's turns, or all.
+    """
 
 
 class SharedPromptRewardTrainer(SharedPromptMixin, RewardTrainer):

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""TRL's SFTTrainer on shared beginnings: losses, metrics and every parameter as of the stock trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from tiny_models import VOCABULARY
+from tiny_tokenizer import tokenizer
+from tiny_trl import check_runs, lora, model_on_disk, quiet, shared, train
+
+pytestmark = pytest.mark.usefixtures("restored_registry")
+Ours = shared.SharedPromptSFTTrainer
+
+
+def data(kind: str) -> Dataset:
+    """Samples behind one of two system prompts; those of some begin alike for longer, one is the beginning of another.
+
+    kind: what is trained: "completions", the assistant's two "turns", or "everything".
+    """
+    generator = torch.Generator().manual_seed(4)
+
+    def words(length: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    systems, question = [words(24), words(17)], words(6)
+    rows = []
+    for at, length in enumerate((5, 9, 4, 7) * 4):
+        prompt = [*systems[at % 2], *(question if at % 3 else words(length))]
+        answer, more, last = words(length), words(3), words(length + 1)
+        tokens = [*prompt, *answer, *more, *last]
+        labels = {
+            "completions": [-100] * (len(tokens) - len(last)) + last,
+            "turns": [-100] * len(prompt) + answer + [-100] * len(more) + last,
+            "everything": list(tokens),
+        }[kind]
+        rows.append(dict(input_ids=tokens, labels=labels))
+    if kind == "everything":
+        rows[4] = {name: value[:30] for name, value in rows[0].items()}
+    return Dataset.from_list(rows)
+
+
+def trainer(cls: Any, model: str, out: Path, kind: str, *, arguments: Any = None, **config: Any) -> Any:
+    given = dict(
+        output_dir=str(out), per_device_train_batch_size=4, max_steps=4, learning_rate=0.2, optim="sgd",
+        logging_steps=1, report_to="none", use_cpu=True, save_strategy="no", bf16=False, disable_tqdm=True,
+        model_init_kwargs=dict(dtype="float32"),
+    )  # fmt: skip
+    arguments = {**(dict(min_shared=4) if cls is Ours else {}), **(arguments or {})}
+    peft_config = config.pop("peft_config", None)
+    torch.manual_seed(0)
+    with quiet():
+        args = trl.SFTConfig(**{**given, **config})
+        both = dict(model=model, args=args, train_dataset=data(kind), processing_class=tokenizer())
+        return cls(**both, peft_config=peft_config, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["completions", "turns", "everything"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(gradient_accumulation_steps=2, max_steps=2), dict(loss_type="dft", max_length=40)],
+    ids=["defaults", "accumulation", "dft and cut"],
+)
+def test_training_equals_stock(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    expected = train(trainer(trl.SFTTrainer, model, tmp_path, kind, **options))
+    got = train(trainer(Ours, model, tmp_path, kind, **options))
+    check_runs(got, expected)
+    assert {"entropy", "mean_token_accuracy", "num_tokens"} <= expected.logs[0].keys()
+    assert sum(got.metric("fallbacks")) == 0
+    assert min(got.metric("dedup_ratio")) > 1.15
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_training_of_other_models(name: str, tmp_path: Path) -> None:
+    options = dict(router_aux_loss_coef=0.1, output_router_logits=True) if name == "mixtral" else {}
+    model = model_on_disk(tmp_path, name, "eager" if name == "gemma2" else "sdpa", **options)
+    expected = train(trainer(trl.SFTTrainer, model, tmp_path, "turns"))
+    got = train(trainer(Ours, model, tmp_path, "turns"))
+    check_runs(got, expected)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+def test_lora_and_evaluation(tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    losses = []
+    for cls in (trl.SFTTrainer, Ours):
+        torch.manual_seed(2)
+        made = trainer(cls, model, tmp_path, "turns", peft_config=lora())
+        train(made)
+        with quiet():
+            losses.append(made.evaluate(data("turns"))["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "config", "arguments"),
+    [
+        ("arguments", "everything", dict(padding_free=True, max_length=None), {}),
+        ("samples", "turns", {}, dict(min_shared=None)),
+        ("samples", "everything", {}, dict(max_responses_per_group=2)),
+        ("dedup_ratio", "turns", {}, dict(min_dedup_ratio=9.0)),
+    ],
+)
+def test_fallbacks(reason: str, kind: str, config: Any, arguments: Any, tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    expected = train(trainer(trl.SFTTrainer, model, tmp_path, kind, **config))
+    got = train(trainer(Ours, model, tmp_path, kind, arguments=arguments, **config))
+    check_runs(got, expected)
+    assert got.metric(f"fallbacks/{reason}") == got.metric("fallbacks") == [1.0] * 4
