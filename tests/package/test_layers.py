@@ -32,7 +32,7 @@ LAYERS = (
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.fallback", "integrations.turns", "integrations.scoring", "integrations.siblings"),
     ("integrations.padded",),
-    ("integrations.ms_swift", "integrations.openrlhf"),
+    ("integrations.llama_factory", "integrations.ms_swift", "integrations.openrlhf"),
     ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
     ("", "demo"),
 )
