@@ -139,14 +139,17 @@ class SharedForward:
         ids, attention_mask, labels = (inputs[name] for name in ("input_ids", "attention_mask", "labels"))
         is_scored = labels != IGNORED_LABEL
         is_prompt = attention_mask.bool() & ~is_scored
-        if (is_scored & ((attention_mask == 0) | (labels != ids))).any():
+        is_odd = (is_scored & ((attention_mask == 0) | (labels != ids))).any()
+        # Samples of supervised fine-tuning may have no prompt, or several turns that are scored.
+        has_turns = (is_scored[:, :-1] & is_prompt[:, 1:]).any() | ~is_prompt.any(1).all()
+        is_odd, has_turns = torch.stack([is_odd, has_turns]).tolist()  # one wait for a GPU
+        if is_odd:
             raise Refused("samples", "tokens are labelled with others, or are padding")
         try:
             images = images_of_samples(self.causal_lm, ids, attention_mask, {name: inputs[name] for name in media})
         except SharedPromptError as error:
             raise Refused("multimodal", str(error)) from None
-        # Samples of supervised fine-tuning may have no prompt, or several turns that are scored.
-        if (is_scored[:, :-1] & is_prompt[:, 1:]).any() or not is_prompt.any(1).all():
+        if has_turns:
             batch = self._transcripts(ids, attention_mask.bool(), is_scored, images)
         else:
             batch = self._completions(ids, attention_mask, is_prompt.sum(1), images)
@@ -158,7 +161,7 @@ class SharedForward:
             row |= row_inputs(self.causal_lm, batch)
         except SharedPromptError as error:
             raise Refused("multimodal", str(error)) from None
-        if options.drop_unread and not row.get("output_router_logits"):
+        if self.sharing.options.drop_unread and not row.get("output_router_logits"):
             late = late_layout(self.causal_lm, batch)
             row["shared_prompt_layout"] = replace(row["shared_prompt_layout"], late=late)
         return is_scored, batch, row
