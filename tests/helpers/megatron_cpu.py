@@ -23,6 +23,7 @@ class _CudaIsCpu(TorchFunctionMode):
             return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
 
@@ -50,11 +51,13 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def megatron_on_the_cpu(tensor: int = 1, pipeline: int = 1, virtual: int | None = None) -> Iterator[None]:
+def megatron_on_the_cpu(
+    tensor: int = 1, pipeline: int = 1, virtual: int | None = None, context: int = 1
+) -> Iterator[None]:
     """Megatron's parallel state for this process, in the default group or in one of its own, and its random numbers.
 
     Args:
-        tensor, pipeline, virtual: sizes of tensor, pipeline and virtual pipeline parallelism.
+        tensor, pipeline, virtual, context: sizes of tensor, pipeline, virtual pipeline and context parallelism.
     """
     from megatron.core import parallel_state
     from megatron.core.fusions import fused_softmax
@@ -82,7 +85,7 @@ def megatron_on_the_cpu(tensor: int = 1, pipeline: int = 1, virtual: int | None 
         if own:
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel(tensor, pipeline, virtual)
+        parallel_state.initialize_model_parallel(tensor, pipeline, virtual, context_parallel_size=context)
         random.model_parallel_cuda_manual_seed(1)
         try:
             yield

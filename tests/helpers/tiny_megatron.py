@@ -116,12 +116,14 @@ def tiny_chunk(kind: str, config: Any, **options: Any) -> Any:
     """A GPTModel, or a stage of one, whose parameters have the values of their names."""
     own = KINDS[kind]
     latent = own.spec.get("multi_latent_attention", False)
-    make_spec = megatron.get_gpt_layer_shared_prompt_spec if latent else get_gpt_layer_local_spec
+    # The local attention takes neither MLA nor context parallelism.
+    is_shared = latent or config.context_parallel_size > 1
+    make_spec = megatron.get_gpt_layer_shared_prompt_spec if is_shared else get_gpt_layer_local_spec
     spec: Any = make_spec(**{"normalization": "RMSNorm", **own.spec})
     if "moe_layer_freq" in own.config:
         stage = {name: options[name] for name in ("vp_stage",) if name in options}
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **stage)
-        if latent:
+        if is_shared:
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = megatron.SharedPromptAttention
     defaults: dict[str, Any] = dict(position_embedding_type="rope", vocab_size=VOCABULARY, max_sequence_length=128)

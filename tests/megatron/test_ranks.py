@@ -35,6 +35,8 @@ class Setup:
     pipeline: int = 1
     virtual: int | None = None
     sequence: bool = False
+    context: int = 1
+    loss: str = "mean"  # how Megatron takes losses: by micro-batch, by micro-batch with its tokens, or by token
     distributed: bool = False  # the gradients of a distributed optimizer
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -52,6 +54,21 @@ SETUPS = {
     "tp 2, pp 2, latent": Setup("latent, yarn", 2, 2),
     "tied, tp 2, pp 2": Setup("tied", 2, 2),
     "mrope, tp 2, pp 2": Setup("mrope", 2, 2, sequence=True),
+    "cp 4": Setup("windows and full", context=4),
+    "cp 2, dp 2, learned positions": Setup("multi-head, biases, gpt 2", context=2, distributed=True),
+    "cp 2, tp 2": Setup("gqa, q/k norm", 2, context=2),
+    "cp 2, tp 2, sp, recompute": Setup(
+        "sinks", 2, sequence=True, context=2,
+        config=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    ),
+    "cp 2, pp 2": Setup("tied", pipeline=2, context=2),
+    "cp 2, dp 2, latent": Setup("latent, yarn, experts", context=2),
+    "cp 2, tp 2, sp, experts": Setup("experts, sigmoid, shared", 2, sequence=True, context=2),
+    "cp 2, yarn, losses with tokens": Setup("yarn", context=2, loss="tokens"),
+    "cp 4, losses by token": Setup(
+        "half rotary, interleaved, llama 3 scaling", context=4, loss="by token",
+        config=dict(calculate_per_token_loss=True),
+    ),
 }  # fmt: skip
 
 
@@ -81,8 +98,7 @@ def test_equals_each_sequence_alone(name: str) -> None:
         expected = []
         for make in MICRO_BATCHES:
             logps = alone(model, make()[0])
-            # The schedule divides a loss by the number of micro-batches.
-            ((logps * weights_of(len(logps))).sum() / len(MICRO_BATCHES)).backward()
+            ((logps * weights_of(len(logps))).sum() / _divisor(setup, len(logps))).backward()
             expected.append(logps.detach())
         expected_gradients = gradients(model)
     scored = [rank["logps"] for rank in ranks if rank["logps"]]
@@ -93,7 +109,7 @@ def test_equals_each_sequence_alone(name: str) -> None:
     got = {name: one for rank in ranks for name, one in rank["gradients"].items()}
     if setup.kind == "tied":  # the last stage has a copy
         assert torch.equal(got.pop("output_layer.weight"), got["embedding.word_embeddings.weight"])
-    if "latent" in setup.kind:
+    if "latent" in setup.kind and setup.tensor > 1:
         # Megatron's local layers lose a part of the gradient of MLA's RoPE under tensor parallelism, and add another
         # twice: what it computes of each sequence alone on the same ranks is compared.
         stock = [found[rank, name, "stock"] for rank in range(RANKS)]
@@ -101,11 +117,18 @@ def test_equals_each_sequence_alone(name: str) -> None:
     check_gradients(got, expected_gradients, 2e-5)
 
 
+def _divisor(setup: Setup, tokens: int) -> int:
+    """What the schedule divides the loss of a micro-batch by."""
+    if setup.loss == "by token":
+        return sum(len(make()[1].targets) for make in MICRO_BATCHES)
+    return len(MICRO_BATCHES) * (tokens if setup.loss == "tokens" else 1)
+
+
 def _run_rank(rank: int, setups: dict[str, Setup], results: Any) -> None:
     for name, setup in setups.items():
-        with megatron_on_the_cpu(setup.tensor, setup.pipeline, setup.virtual):
-            results[rank, name] = _step(setup, [make()[1] for make in MICRO_BATCHES], _score_shared)
-            if "latent" in setup.kind:
+        with megatron_on_the_cpu(setup.tensor, setup.pipeline, setup.virtual, setup.context):
+            results[rank, name] = _step(setup, [make()[1] for make in MICRO_BATCHES], partial(_score_shared, setup))
+            if "latent" in setup.kind and setup.tensor > 1:
                 results[rank, name, "stock"] = _step(setup, _sequences_with_weights(setup.tensor), _score_stock)
 
 
@@ -114,6 +137,7 @@ def _step(setup: Setup, micro_batches: list[Any], score: Any) -> dict[str, Any]:
     config = tiny_config(
         setup.kind, tensor_model_parallel_size=setup.tensor, pipeline_model_parallel_size=setup.pipeline,
         virtual_pipeline_model_parallel_size=setup.virtual, sequence_parallel=setup.sequence,
+        context_parallel_size=setup.context,
         variable_seq_lengths=setup.pipeline > 1, batch_p2p_comm=False, overlap_p2p_comm=bool(setup.virtual),
         **setup.config,
     )  # fmt: skip
@@ -165,7 +189,7 @@ def _step(setup: Setup, micro_batches: list[Any], score: Any) -> dict[str, Any]:
 
 def _gather_gradients(chunk: Any) -> None:
     """The parts that the ranks of a distributed optimizer have, to all of them."""
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for buffer in chunk.buffers:
         for bucket in buffer.buckets:
             part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -199,13 +223,16 @@ def _score_stock(scored: list[Tensor], batches: Any, chunk: Any) -> Any:
     return output, loss
 
 
-def _score_shared(scored: list[Tensor], batches: Any, chunk: Any) -> Any:
+def _score_shared(setup: Setup, scored: list[Tensor], batches: Any, chunk: Any) -> Any:
     output = megatron.shared_prompt_forward(chunk, next(batches))
 
     def loss(scores: Any) -> Any:
         logps, _ = scores
         scored.append(logps.detach())
-        return (logps * weights_of(len(logps))).sum(), {}
+        total = (logps * weights_of(len(logps))).sum()
+        if setup.loss == "mean":
+            return total, {}
+        return total * setup.context, torch.tensor(len(logps), dtype=torch.int), {}
 
     return output, loss
 

@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: see
 import megatron.core
 import tiny_megatron as tiny
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -22,6 +23,7 @@ from tiny_megatron import megatron as shared
 from tiny_megatron import tiny_chunk, tiny_config
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from flash_attn_dualkv.integrations.context_parallel import ContextLayout
 from flash_attn_dualkv.layout import SharedPromptLayout
 
 KIND = "gqa, q/k norm"
@@ -43,7 +45,7 @@ def chunk(kind: str = KIND, **settings: Any) -> Any:
 
 
 SETTINGS: list[tuple[str, Any]] = [
-    ("context_parallel_size", 2), ("qk_clip", True), ("log_max_attention_logit", True),
+    ("hybrid_context_parallel", True), ("qk_clip", True), ("log_max_attention_logit", True),
     ("fp8_dot_product_attention", True), ("fp8_multi_head_attention", True), ("mtp_num_layers", 1),
     ("cuda_graph_impl", "local"), ("enable_cuda_graph", True), ("moe_enable_routing_replay", True),
     ("experimental_attention_variant", "dsa"), ("defer_embedding_wgrad_compute", True),
@@ -215,6 +217,48 @@ def test_positions_that_a_model_reads(kind: str) -> None:
         with pytest.raises(SharedPromptLayoutError, match="position_ids"):
             model(batch.input_ids[None], wrong, None, packed_seq_params=params)
     assert model(batch.input_ids[None], own, None, packed_seq_params=params).isfinite().all()
+
+
+class _TwoRanks:
+    def size(self) -> int:
+        return 2
+
+
+def test_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, batch = tiny.tree()
+    group = parallel_state.get_context_parallel_group()
+    with pytest.raises(SharedPromptUnsupportedError, match="position_embedding_type.*mrope"):
+        shared.install(chunk("mrope", context_parallel_size=2))
+    odd = ContextLayout.of(batch.layout, group, pad_to_multiple_of=59)
+    with pytest.raises(SharedPromptLayoutError, match="even number of rows"):
+        shared.SharedPackedSeqParams(batch, odd)
+    with pytest.raises(SharedPromptError, match="layout"):
+        shared.SharedPackedSeqParams(batch, batch.layout)
+    with pytest.raises(SharedPromptLayoutError, match="another batch"):
+        shared.SharedPackedSeqParams(tiny.prompts_and_responses()[1], shared.divided_layout(batch, group))
+
+    model = chunk()
+    shared.install(model)
+    expected, _ = shared.shared_prompt_forward(model, batch)
+    layout = shared.divided_layout(batch, group, 4)
+    assert layout.num_local_tokens % 4 == 0
+    params, ids = shared.SharedPackedSeqParams(batch, layout), layout.shard(batch.input_ids)[None]
+    logits = model(ids, params.position_ids[None], None, packed_seq_params=params)
+    logps, _ = shared.score_logits(logits, batch, layout=layout)
+    tiny.check_close(logps, expected, 1e-6)
+    with pytest.raises(SharedPromptError, match="logits"):
+        shared.score_logits(logits[:, 1:], batch, layout=layout)
+    other = shared.divided_layout(batch, torch.distributed.group.WORLD)
+    with pytest.raises(SharedPromptLayoutError, match="of another group"):
+        model(ids, None, None, packed_seq_params=shared.SharedPackedSeqParams(batch, other))
+    monkeypatch.setattr(model.pg_collection, "cp", _TwoRanks())
+    with pytest.raises(SharedPromptLayoutError, match="2 ranks of Megatron's context-parallel group.*a whole row"):
+        model(batch.input_ids[None], None, None, packed_seq_params=shared.SharedPackedSeqParams(batch))
+
+    own = tiny_chunk("no positions", tiny_config("no positions", context_parallel_size=2))
+    shared.install(own)
+    with pytest.raises(SharedPromptLayoutError, match="packed_seq_params.*with context parallelism"):
+        own(torch.tensor([[1, 2]]), torch.arange(2)[None], None)
 
 
 def test_arguments() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shared prompts in Megatron-Core: its GPTModel on packed rows, over any tensor and pipeline parallelism.
+"""Shared prompts in Megatron-Core: its GPTModel on packed rows, over tensor, pipeline and context parallelism.
 
     install(model_chunks)  # once, after the model is built; calls without a layout do not change
 
@@ -14,11 +14,12 @@ and 0.19; docs/megatron.md.
 from .attention import SharedPromptAttention, get_gpt_layer_shared_prompt_spec
 from .forward import score_logits, shared_prompt_forward
 from .install import install
-from .params import SharedPackedSeqParams
+from .params import SharedPackedSeqParams, divided_layout
 
 __all__ = [
     "SharedPackedSeqParams",
     "SharedPromptAttention",
+    "divided_layout",
     "get_gpt_layer_shared_prompt_spec",
     "install",
     "score_logits",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, NamedTuple
 
@@ -12,10 +13,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from ... import checks
 from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...packed_attention import shared_prompt_attention
 from .. import guard
+from ..context_parallel import ContextLayout, context_parallel_attention
 from .params import SharedPackedSeqParams
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -96,17 +99,17 @@ class OnPackedRows:
         if layout.device != query.device:
             layout = layout.to(query.device)
         guard.consume(module, layout)
-        return shared_prompt_attention(
-            query,
-            key,
-            value[..., : settings.head_dim_v],
-            layout,
+        options: dict[str, Any] = dict(
             softmax_scale=settings.scale,
             sliding_window=settings.window,
             sinks=_sinks(module, query),
             backend=settings.backend,
             deterministic=module.config.deterministic_mode,
         )
+        value = value[..., : settings.head_dim_v]
+        if isinstance(layout, ContextLayout):
+            return context_parallel_attention(query, key, value, layout, **options)
+        return shared_prompt_attention(query, key, value, layout, **options)
 
 
 def _sinks(module: Any, query: Tensor) -> Tensor | None:
@@ -121,13 +124,26 @@ def _sinks(module: Any, query: Tensor) -> Tensor | None:
 class SharedPromptAttention(OnPackedRows, DotProductAttention):
     """Core attention for layer specs of one's own; models still need `install(model_chunks)`.
 
-    Without a layout it is Megatron's local one, for MLA's head dimensions too, which the local one does not take.
+    Without a layout it is Megatron's local one, for MLA's head dimensions too, which the local one does not take. With
+    context parallelism there is no attention without a layout: the local one would see a rank's rows alone.
     """
 
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        # The local one refuses to be built for context parallelism.
+        undivided = copy.copy(config)
+        undivided.context_parallel_size = 1
+        super().__init__(undivided, *args, **kwargs)
+        self.config = config
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        if self.config.context_parallel_size > 1 and not isinstance(packed_seq_params, SharedPackedSeqParams):
+            expected = "SharedPackedSeqParams with context parallelism (or layers of Transformer Engine)"
+            raise SharedPromptLayoutError(explain("packed_seq_params", expected, checks.describe(packed_seq_params)))
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
 
 
 @functools.wraps(get_gpt_layer_local_spec)

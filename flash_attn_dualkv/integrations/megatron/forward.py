@@ -5,16 +5,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor, nn
 
 from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
+from ..context_parallel import ContextLayout
+from ..divided import check_divided
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .install import installed_chunk, position_ids_of
-from .params import SharedPackedSeqParams
+from .params import SharedPackedSeqParams, divided_layout
 
 Scores = tuple[Tensor, "Tensor | None"]
 
@@ -23,6 +28,7 @@ class Request(NamedTuple):
     """What `output_processor` of Megatron's forward gets as its context."""
 
     batch: PackedBatch
+    layout: ContextLayout | None
     temperature: float
     with_entropy: bool
 
@@ -33,37 +39,48 @@ def shared_prompt_forward(
     """What `forward_step_func` does with a micro-batch: run this rank's chunk over its rows.
 
     The last stage runs the LM head over the rows that score tokens alone, some at a time, with the vocabulary divided
-    among the tensor-parallel ranks; other stages return what the next one needs. All tensor-parallel ranks must call
-    with the same batch. With pipeline stages set `variable_seq_lengths`, as micro-batches differ in their rows.
+    among the tensor-parallel ranks; other stages return what the next one needs. All tensor-parallel and
+    context-parallel ranks must call with the same batch. With pipeline stages set `variable_seq_lengths`, as
+    micro-batches differ in their rows.
+
+    With context parallelism each rank computes the runs of rows that `divided_layout` gives it, and gets the scores of
+    all. Their gradient stays with the rank that has the row. So a loss function that returns (loss, what to log) is
+    that without context parallelism, because Megatron averages over these ranks and multiplies by their number. For
+    (loss, tokens, what to log) it does not multiply: multiply the loss by `context_parallel_size`.
 
     Args:
         model: a chunk that is installed, as the pipeline's schedule hands it to `forward_step_func`.
         batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device; on every stage, of which all but
-            the first need the layout alone. With sequence parallelism packed with `pad_to_multiple_of` = TP.
+            the first need the layout alone. With sequence parallelism packed with `pad_to_multiple_of` = TP; with
+            context parallelism its padding goes.
         temperature: divides the logits; finite and > 0.
         with_entropy: also compute the entropy of each distribution (natural log, differentiable).
         inputs: further arguments of the chunk's forward, `decoder_input` for one.
 
     Returns:
         On the last stage (logps, entropy), each (scored tokens,) in float32 (float64 for float64 models), in the order
-        of `batch.targets`, alike on all tensor-parallel ranks; entropy is None unless asked for. Padding of the
-        vocabulary counts, as in Megatron's own loss. On other stages the hidden states (T, 1, D), or with sequence
-        parallelism this rank's slice of them.
+        of `batch.targets`, alike on all tensor-parallel and context-parallel ranks; entropy is None unless asked for.
+        Padding of the vocabulary counts, as in Megatron's own loss. On other stages the hidden states of this rank's
+        rows (L, 1, D), or with sequence parallelism its slice of them.
 
     Raises:
         SharedPromptError: an argument is not as described, or the model is not installed; see `install`.
         SharedPromptLayoutError: an attention layer has not got the layout.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
-    request = Request(batch, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
     chunk = installed_chunk(model)
+    config, group = chunk.config, chunk.pg_collection.cp
+    slices = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    layout = divided_layout(batch, group, slices) if group.size() > 1 else None
+    request = _request(batch, layout, temperature, with_entropy)
+    params = SharedPackedSeqParams(batch, layout)
     if chunk.pre_process and batch.max_token >= chunk.vocab_size:
         raise SharedPromptError(explain("batch", f"token ids below {chunk.vocab_size}", batch.max_token))
     output: Tensor | Scores = model(
-        batch.input_ids[None],
-        position_ids_of(chunk, batch.layout),
+        (batch.input_ids if layout is None else layout.shard(batch.input_ids))[None],
+        position_ids_of(chunk, params),
         None,
-        packed_seq_params=SharedPackedSeqParams(batch),
+        packed_seq_params=params,
         output_processor=score_hidden,
         output_processor_context=request,
         **inputs,
@@ -72,13 +89,20 @@ def shared_prompt_forward(
 
 
 def score_logits(
-    logits: Tensor, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False, group: Any = None
+    logits: Tensor,
+    batch: PackedBatch,
+    *,
+    layout: ContextLayout | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    group: Any = None,
 ) -> Scores:
     """Log-probabilities of the scored tokens from the logits of all rows, of a forward of one's own.
 
     Args:
-        logits: (1, T, vocabulary / ranks), this rank's part of the vocabulary, as the last stage returns them.
+        logits: (1, L, vocabulary / ranks), this rank's rows and part of the vocabulary, as the last stage returns them.
         batch: whose rows they are.
+        layout: with context parallelism that of `SharedPackedSeqParams`; all of its ranks must call.
         temperature, with_entropy: as in `shared_prompt_forward`, which forms fewer logits.
         group: the tensor-parallel process group that divides the vocabulary, in the order of its ranks; None: whole.
 
@@ -90,10 +114,12 @@ def score_logits(
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     checks.instance("logits", logits, Tensor)
-    rows = batch.layout.num_tokens
+    if layout is not None:
+        check_divided(layout, batch.layout)
+    rows = (batch.layout if layout is None else layout).num_local_tokens
     if logits.dim() != 3 or logits.shape[:2] != (1, rows):
         raise SharedPromptError(explain("logits", f"shape (1, {rows}, vocabulary)", tuple(logits.shape)))
-    request = Request(batch, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
+    request = _request(batch, layout, temperature, with_entropy)
     return _scores(lambda chosen: chosen, logits[0], request, group, logits.shape[-1])
 
 
@@ -122,10 +148,25 @@ def score_hidden(
     return _scores(logits, hidden_states[:, 0], context, output_layer.tp_group, vocabulary)
 
 
+def _request(batch: PackedBatch, layout: ContextLayout | None, temperature: float, with_entropy: bool) -> Request:
+    return Request(batch, layout, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
+
+
 def _scores(head: Any, rows: Tensor, request: Request, group: Any, vocabulary: int) -> Scores:
-    batch = request.batch
+    index, targets, layout = request.batch.token_index, request.batch.targets, request.layout
+    if layout is not None:
+        own, index = layout.local_rows(index)
+        targets = targets.index_select(0, own)
     # One gather for all rows: one per chunk would have a backward as large as the whole pack.
-    chosen = rows.index_select(0, batch.token_index)
+    chosen = rows.index_select(0, index)
     options: dict[str, Any] = dict(temperature=request.temperature, with_entropy=request.with_entropy, group=group)
-    logps, entropy = score_in_chunks(head, chosen, batch.targets, rows=rows_of_a_chunk(vocabulary), **options)
-    return logps, entropy if request.with_entropy else None
+    logps, entropy = score_in_chunks(head, chosen, targets, rows=rows_of_a_chunk(vocabulary), **options)
+    scores = [logps, entropy] if request.with_entropy else [logps]
+    if layout is not None:
+        # Megatron's sum, whose gradient is not summed over the ranks: all have the same loss.
+        whole = logps.new_zeros(len(request.batch.targets))
+        scores = [
+            reduce_from_tensor_model_parallel_region(whole.index_copy(0, own, one), group=layout.group)
+            for one in scores
+        ]
+    return scores[0], scores[1] if request.with_entropy else None

@@ -25,6 +25,7 @@ from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUn
 from ...layout import SharedPromptLayout, check_unpacked, is_in_backward
 from ...packed_attention import BACKENDS
 from .. import guard
+from ..context_parallel import ContextLayout
 from .attention import AttentionSettings, OnPackedRows
 from .params import SharedPackedSeqParams
 from .rotary import OfPositions
@@ -82,11 +83,11 @@ def installed_chunk(model: nn.Module) -> Any:
     return chunk
 
 
-def position_ids_of(chunk: Any, layout: SharedPromptLayout) -> Tensor | None:
-    """The positions of a packed row as a chunk takes them: (1, T), or (3, 1, T) of multimodal RoPE; views."""
-    own = layout.position_ids
-    if own is None or chunk.position_embedding_type != "mrope":
-        return own if own is None else own[None]
+def position_ids_of(chunk: Any, params: SharedPackedSeqParams) -> Tensor:
+    """This rank's positions as a chunk takes them: (1, L), or (3, 1, L) of multimodal RoPE; views."""
+    own = params.position_ids
+    if chunk.position_embedding_type != "mrope":
+        return own[None]
     return own[:, None] if own.dim() > 1 else own.expand(3, 1, -1)
 
 
@@ -102,6 +103,9 @@ def _gpt_model(model: Any) -> Any:
 def _attentions(chunk: Any) -> list[Any]:
     """The attention layers of a chunk, of which everything is known that mixes tokens."""
     check_config(chunk.config)
+    if chunk.config.context_parallel_size > 1 and chunk.position_embedding_type == "mrope":
+        expected = "another with context parallelism (Megatron divides the frequencies of multimodal RoPE twice)"
+        raise SharedPromptUnsupportedError(explain("position_embedding_type", expected, "mrope"))
     found = []
     for name, layer in chunk.decoder.layers.named_children():
         if not isinstance(layer, TransformerLayer):
@@ -162,7 +166,7 @@ def _before(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not isinstance(params, SharedPackedSeqParams):
         check_unpacked(inputs.get("position_ids"), inputs.get("attention_mask"))
         return
-    _check_inputs(chunk, params.layout, inputs)
+    _check_inputs(chunk, params, inputs)
     check_training(chunk, chunk.config)
     if getattr(chunk, _LAYERS):
         guard.begin(params.layout, getattr(chunk, _LAYERS), owner=chunk)
@@ -177,27 +181,42 @@ def _after(chunk: Any, args: Any, output: Any) -> None:
         expectation.check()
 
 
-def _check_inputs(chunk: Any, layout: SharedPromptLayout, inputs: dict[str, Any]) -> None:
+def _check_inputs(chunk: Any, params: SharedPackedSeqParams, inputs: dict[str, Any]) -> None:
     """SharedPromptError for a packed call whose other arguments are not those of the packed row."""
     for name in ("attention_mask", "inference_context", "inference_params"):
         if inputs.get(name) is not None:
             expected = "None with SharedPackedSeqParams, whose layout says who sees whom"
             raise SharedPromptError(explain(name, expected, checks.describe(inputs[name])))
-    ids, rows = inputs.get("input_ids"), layout.num_tokens
+    layout = params.layout
+    _check_division(chunk, layout)
+    ids, rows = inputs.get("input_ids"), layout.num_local_tokens
     if ids is not None and tuple(ids.shape) != (1, rows):
         raise SharedPromptLayoutError(explain("input_ids", f"shape (1, {rows}), as the layout", tuple(ids.shape)))
     ranks = chunk.config.tensor_model_parallel_size
     if chunk.config.sequence_parallel and rows % ranks:
-        expected = f"a multiple of the {ranks} tensor-parallel ranks as rows (pack with pad_to_multiple_of={ranks})"
+        how = f"divided_layout(.., {ranks})" if isinstance(layout, ContextLayout) else f"pad_to_multiple_of={ranks}"
+        expected = f"a multiple of the {ranks} tensor-parallel ranks as rows ({how})"
         raise SharedPromptLayoutError(explain("layout", expected, rows))
     if chunk.position_embedding_type in ("mrope", "learned_absolute"):
-        _check_positions(chunk, layout, inputs.get("position_ids"))
+        _check_positions(chunk, params, inputs.get("position_ids"))
 
 
-def _check_positions(chunk: Any, layout: SharedPromptLayout, given: Any) -> None:
+def _check_division(chunk: Any, layout: SharedPromptLayout) -> None:
+    """SharedPromptLayoutError unless the row is divided among the chunk's context-parallel ranks, if there are any."""
+    group = chunk.pg_collection.cp
+    if isinstance(layout, ContextLayout):
+        is_right, got = layout.group is group, "of another group"
+    else:
+        is_right, got = group.size() == 1, "a whole row"
+    if not is_right:
+        expected = f"one that is divided among the {group.size()} ranks of Megatron's context-parallel group"
+        raise SharedPromptLayoutError(explain("layout", f"{expected} (divided_layout)", got))
+
+
+def _check_positions(chunk: Any, params: SharedPackedSeqParams, given: Any) -> None:
     """Positions that a model reads must be those of the batch, which is known by where they lie in memory."""
-    own = position_ids_of(chunk, layout)
-    if own is None or is_in_backward():
+    own = position_ids_of(chunk, params)
+    if is_in_backward():
         return
     is_own = isinstance(given, Tensor) and given.shape == own.shape and given.dtype == own.dtype
     if not is_own or given.stride() != own.stride() or checks.address(given) != checks.address(own):

@@ -14,25 +14,20 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checks import explain
-from ...errors import SharedPromptLayoutError
 from .params import SharedPackedSeqParams
 
 
 class RotaryLength(int):
     """How many rows get frequencies, and the positions of these rows."""
 
-    positions: Tensor  # (rows,) int64
+    positions: Tensor  # (rows,) int64; of all context-parallel ranks, others' are 0
     longest: int  # above all positions
 
     @staticmethod
     def of(params: SharedPackedSeqParams) -> RotaryLength:
-        layout = params.layout
-        positions = layout.position_ids
-        if positions is None or positions.dim() != 1:
-            raise SharedPromptLayoutError(explain("layout", "positions of text for this RoPE", "several a token"))
-        length = RotaryLength(layout.num_tokens)
-        length.positions, length.longest = positions, layout.max_sequence
+        positions = params.rotary_positions()
+        length = RotaryLength(len(positions))
+        length.positions, length.longest = positions, params.layout.max_sequence
         return length
 
 

@@ -46,8 +46,8 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
     def has(name: str) -> bool:
         return bool(getattr(config, name, None))
 
-    if config.context_parallel_size > 1:
-        yield "context_parallel_size", "1 (a packed row is not divided among ranks here)"
+    if has("hybrid_context_parallel"):
+        yield "hybrid_context_parallel", "False (every micro-batch is divided among all ranks)"
     for name in ("qk_clip", "log_max_attention_logit"):
         if has(name):
             yield name, "False (the largest scores are never formed)"
