@@ -88,20 +88,25 @@ def configuration(case: Case, folder: str, ranks: int) -> Any:
         f"{rollout}.n={case.batch.responses}",
         f"trainer.n_gpus_per_node={ranks}",
     ]
-    roles = {"actor_rollout_ref": (actor, f"{actor}.fsdp_config")}
+    is_megatron = case.engine == "megatron"
+    roles = {"actor_rollout_ref": (actor, f"{actor}.{'megatron' if is_megatron else 'fsdp_config'}")}
     if case.role == "critic":
-        roles["critic"] = "critic", "critic.fsdp"
+        roles["critic"] = "critic", f"critic.{'megatron' if is_megatron else 'fsdp'}"
         settings.append(f"+critic.ppo_infer_max_token_len_per_gpu={tokens}")
-    for role, (trained, fsdp) in roles.items():
+    for role, (trained, engine) in roles.items():
         settings += [
             f"{role}.model.path={folder}",
-            f"+{role}.model.override_config.attn_implementation={case.attention}",
             f"{role}.model.use_remove_padding=True",
             f"{trained}.strategy={case.engine}",
-            f"{fsdp}.ulysses_sequence_parallel_size={case.sp}",
             f"{trained}.optim.lr={case.learning_rate}",
             f"{trained}.optim.total_training_steps={max(1, case.updates)}",
         ]
+        if is_megatron:
+            # The bridge that is on PyPI.
+            settings += ["model_engine=megatron", f"{engine}.vanilla_mbridge=True"]
+        else:
+            settings.append(f"+{role}.model.override_config.attn_implementation={case.attention}")
+            settings.append(f"{engine}.ulysses_sequence_parallel_size={case.sp}")
     for prefix in (f"{actor}.ppo", f"{rollout}.log_prob", "actor_rollout_ref.ref.log_prob", "critic.ppo"):
         where, _, name = prefix.rpartition(".")
         flag = f"{where}.use_dynamic_bsz" if name == "ppo" else f"{prefix}_use_dynamic_bsz"
@@ -153,6 +158,7 @@ class Processes:
         self.parallel, self.ranks = ranks // case.sp, ranks
         self.position = int(os.environ["RANK"]) // case.sp
         self.worker, self.calls = worker_of(case, config)
+        self.is_megatron = case.engine == "megatron"
 
     def engine(self) -> str:
         return engine_name(self.worker)
@@ -173,6 +179,11 @@ class Processes:
     def close(self) -> None:
         """Free what the model takes: something of PyTorch's may hold the first one of a process until its end."""
         engine = engine_of(self.worker)
+        if self.is_megatron:
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            return
         for tensor in (*engine.module.parameters(), *engine.module.buffers()):
             tensor.grad = None
             getattr(tensor, "_local_tensor", tensor).untyped_storage().resize_(0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the CPU."""
+    """Tensors that are asked for on a GPU are made on the CPU, and say that they are on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if function is torch.Tensor.cuda:
             return args[0]
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return function(*args).replace("torch.", "torch.cuda.")
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
@@ -51,15 +54,8 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def megatron_on_the_cpu(
-    tensor: int = 1, pipeline: int = 1, virtual: int | None = None, context: int = 1
-) -> Iterator[None]:
-    """Megatron's parallel state for this process, in the default group or in one of its own, and its random numbers.
-
-    Args:
-        tensor, pipeline, virtual, context: sizes of tensor, pipeline, virtual pipeline and context parallelism.
-    """
-    from megatron.core import parallel_state
+def without_a_gpu() -> Iterator[None]:
+    """What Megatron asks of PyTorch and its own functions that need a GPU."""
     from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random
 
@@ -69,7 +65,6 @@ def megatron_on_the_cpu(
         Event=_Stream, stream=_Stream, current_stream=_Stream, manual_seed=lambda _: None,
         get_rng_state=lambda *_, **__: state, set_rng_state=lambda *_, **__: None,
     )  # fmt: skip
-    own = not torch.distributed.is_initialized()
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.cuda.random, "get_rng_state", lambda *_, **__: state))
@@ -82,6 +77,42 @@ def megatron_on_the_cpu(
         )
         # Functions of a line or two are fused, which takes longer than everything else here.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
+        yield
+
+
+@contextlib.contextmanager
+def local_norms() -> Iterator[None]:
+    """Megatron's local norm refuses sequence parallelism; its gradient is summed as that of others."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    stock = WrappedTorchNorm.__new__
+
+    def norm(kind: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        made = stock(kind, alone, *args, **kwargs)
+        for one in made.parameters():
+            one.sequence_parallel = config.sequence_parallel
+        return made
+
+    with patch.object(WrappedTorchNorm, "__new__", norm):
+        yield
+
+
+@contextlib.contextmanager
+def megatron_on_the_cpu(
+    tensor: int = 1, pipeline: int = 1, virtual: int | None = None, context: int = 1
+) -> Iterator[None]:
+    """Megatron's parallel state for this process, in the default group or in one of its own, and its random numbers.
+
+    Args:
+        tensor, pipeline, virtual, context: sizes of tensor, pipeline, virtual pipeline and context parallelism.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    own = not torch.distributed.is_initialized()
+    with without_a_gpu():
         if own:
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -6,16 +6,15 @@ Importing this skips the test module when megatron-core is not installed.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import logging
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from megatron_cpu import local_norms
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree, pack_shared_prompts
@@ -27,7 +26,6 @@ megatron = importlib.import_module("flash_attn_dualkv.integrations.megatron")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 VOCABULARY = 96
@@ -127,24 +125,11 @@ def tiny_chunk(kind: str, config: Any, **options: Any) -> Any:
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = megatron.SharedPromptAttention
     defaults: dict[str, Any] = dict(position_embedding_type="rope", vocab_size=VOCABULARY, max_sequence_length=128)
-    with patch.object(WrappedTorchNorm, "__new__", _norm):
+    with local_norms():
         model = GPTModel(config=config, transformer_layer_spec=spec, **{**defaults, **own.model, **options})
     for name, one in model.named_parameters():
         fill(name, one)
     return model.train()
-
-
-_stock_norm = WrappedTorchNorm.__new__
-
-
-def _norm(kind: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's local norm, which refuses sequence parallelism; its gradient is summed as that of others."""
-    alone = copy.copy(config)
-    alone.sequence_parallel = False
-    made = _stock_norm(kind, alone, *args, **kwargs)
-    for one in made.parameters():
-        one.sequence_parallel = config.sequence_parallel
-    return made
 
 
 def fill(name: str, parameter: Tensor, rank: int = 0) -> None:

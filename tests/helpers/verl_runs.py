@@ -134,11 +134,15 @@ def case(name: str, *overrides: str, updates: int = 2, **settings: Any) -> Case:
 
 
 def run_beside(
-    stock: Sequence[Case], ours: Sequence[Case], ranks: int = 1, driver: str | None = None
+    stock: Sequence[Case],
+    ours: Sequence[Case],
+    ranks: int = 1,
+    driver: str | None = None,
+    environment: dict[str, str] = ENVIRONMENT,
 ) -> dict[str, Found]:
     """verl's engines and the plug-in in processes of their own: it must be there before verl patches models."""
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda cases: verl_rig.run(cases, ranks, ENVIRONMENT, 400.0, driver), [stock, ours])
+        parts = pool.map(lambda cases: verl_rig.run(cases, ranks, environment, 400.0, driver), [stock, ours])
         return {name: found for part in parts for name, found in part.items()}
 
 

@@ -12,7 +12,7 @@ and 0.19; docs/megatron.md.
 """
 
 from .attention import SharedPromptAttention, get_gpt_layer_shared_prompt_spec
-from .forward import score_logits, shared_prompt_forward
+from .forward import score_logits, shared_prompt_forward, shared_prompt_values
 from .install import install
 from .params import SharedPackedSeqParams, divided_layout
 
@@ -24,4 +24,5 @@ __all__ = [
     "install",
     "score_logits",
     "shared_prompt_forward",
+    "shared_prompt_values",
 ]

@@ -67,25 +67,53 @@ def shared_prompt_forward(
         SharedPromptError: an argument is not as described, or the model is not installed; see `install`.
         SharedPromptLayoutError: an attention layer has not got the layout.
     """
+    layout = _layout_of(model, batch)
+    request = _request(batch, layout, temperature, with_entropy)
+    output: Tensor | Scores = _run(
+        model, batch, layout, output_processor=score_hidden, output_processor_context=request, **inputs
+    )
+    return output
+
+
+def shared_prompt_values(model: nn.Module, batch: PackedBatch, **inputs: Any) -> Tensor:
+    """Likewise of a critic, whose output layer gives one number a row, the same on all tensor-parallel ranks.
+
+    Args:
+        model, batch, inputs: see `shared_prompt_forward`.
+
+    Returns:
+        On the last stage (scored tokens,) values of the rows that score `batch.targets`, on other stages hidden states;
+        with context parallelism on all ranks, and with gradients, as of `shared_prompt_forward`.
+
+    Raises:
+        SharedPromptError, SharedPromptLayoutError: see `shared_prompt_forward`; an output of more than one number.
+    """
+    layout = _layout_of(model, batch)
+    output: Tensor = _run(model, batch, layout, **inputs)
+    if not installed_chunk(model).post_process:
+        return output
+    if output.shape[-1] != 1:
+        raise SharedPromptError(explain("output layer", "one value a row", output.shape[-1]))
+    own, index = _own_rows(batch, layout)
+    values = output[0, :, 0].index_select(0, index)
+    return values if layout is None else _of_all_ranks(values, own, batch, layout)
+
+
+def _layout_of(model: nn.Module, batch: PackedBatch) -> ContextLayout | None:
+    """The batch's layout, divided among the context-parallel ranks, if there are any."""
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     chunk = installed_chunk(model)
     config, group = chunk.config, chunk.pg_collection.cp
     slices = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    layout = divided_layout(batch, group, slices) if group.size() > 1 else None
-    request = _request(batch, layout, temperature, with_entropy)
-    params = SharedPackedSeqParams(batch, layout)
+    return divided_layout(batch, group, slices) if group.size() > 1 else None
+
+
+def _run(model: nn.Module, batch: PackedBatch, layout: ContextLayout | None, **inputs: Any) -> Any:
+    chunk, params = installed_chunk(model), SharedPackedSeqParams(batch, layout)
     if chunk.pre_process and batch.max_token >= chunk.vocab_size:
         raise SharedPromptError(explain("batch", f"token ids below {chunk.vocab_size}", batch.max_token))
-    output: Tensor | Scores = model(
-        (batch.input_ids if layout is None else layout.shard(batch.input_ids))[None],
-        position_ids_of(chunk, params),
-        None,
-        packed_seq_params=params,
-        output_processor=score_hidden,
-        output_processor_context=request,
-        **inputs,
-    )
-    return output
+    rows = batch.input_ids if layout is None else layout.shard(batch.input_ids)
+    return model(rows[None], position_ids_of(chunk, params), None, packed_seq_params=params, **inputs)
 
 
 def score_logits(
@@ -153,9 +181,9 @@ def _request(batch: PackedBatch, layout: ContextLayout | None, temperature: floa
 
 
 def _scores(head: Any, rows: Tensor, request: Request, group: Any, vocabulary: int) -> Scores:
-    index, targets, layout = request.batch.token_index, request.batch.targets, request.layout
+    layout, targets = request.layout, request.batch.targets
+    own, index = _own_rows(request.batch, layout)
     if layout is not None:
-        own, index = layout.local_rows(index)
         targets = targets.index_select(0, own)
     # One gather for all rows: one per chunk would have a backward as large as the whole pack.
     chosen = rows.index_select(0, index)
@@ -163,10 +191,18 @@ def _scores(head: Any, rows: Tensor, request: Request, group: Any, vocabulary: i
     logps, entropy = score_in_chunks(head, chosen, targets, rows=rows_of_a_chunk(vocabulary), **options)
     scores = [logps, entropy] if request.with_entropy else [logps]
     if layout is not None:
-        # Megatron's sum, whose gradient is not summed over the ranks: all have the same loss.
-        whole = logps.new_zeros(len(request.batch.targets))
-        scores = [
-            reduce_from_tensor_model_parallel_region(whole.index_copy(0, own, one), group=layout.group)
-            for one in scores
-        ]
+        scores = [_of_all_ranks(one, own, request.batch, layout) for one in scores]
     return scores[0], scores[1] if request.with_entropy else None
+
+
+def _own_rows(batch: PackedBatch, layout: ContextLayout | None) -> tuple[Tensor, Tensor]:
+    """Which of the scored tokens this rank has, and in which of its rows."""
+    index = batch.token_index
+    return (index, index) if layout is None else layout.local_rows(index)
+
+
+def _of_all_ranks(values: Tensor, own: Tensor, batch: PackedBatch, layout: ContextLayout) -> Tensor:
+    """Values of all scored tokens from those of each rank."""
+    whole = values.new_zeros(len(batch.targets)).index_copy(0, own, values)
+    # Megatron's sum, whose gradient is not summed over the ranks: all have the same loss.
+    return reduce_from_tensor_model_parallel_region(whole, group=layout.group)

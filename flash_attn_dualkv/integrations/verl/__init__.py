@@ -4,12 +4,14 @@
     actor_rollout_ref.model.external_lib=flash_attn_dualkv.integrations.verl
 
 is all: verl imports this module in every worker, before it builds the engine, and takes these
-engines for FSDP instead of its own; and in the driver, where the trainers then keep the responses
+engines for FSDP and Megatron instead of its own; and in the driver, where the trainers then keep the responses
 to a prompt on one rank, which verl's balancing would scatter. Where a micro-batch cannot be shared
 (images, for example) the engines do what verl's own do. docs/verl.md: options, metrics, and cases.
 
 Made for verl 0.9.
 """
+
+import verl.workers.engine
 
 from ..fallback import Options
 from .balance import install as install_balance
@@ -19,3 +21,7 @@ __all__ = ["Options", "SharedPromptFSDPEngine", "SharedPromptFSDPValueEngine", "
 
 install()
 install_balance()
+if verl.workers.engine.MegatronEngine is not None:  # where megatron-core is installed
+    from .megatron import install as install_megatron
+
+    install_megatron()

@@ -5,27 +5,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import math
-import time
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
-from verl.utils.flops_counter import FlopsCounter
-from verl.workers.engine import EngineRegistry
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
-from ..fallback import VERL_REASONS, Options, Verification, kernels_refusal
-from ..replacing import replace_once
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.images import check_images, check_placeholders, placeholders_of
@@ -34,30 +31,14 @@ from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_hybrid, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from . import patches
-from .micro_batches import (
-    Lengths,
-    Plan,
-    grouped_micro_batches,
-    images_of,
-    pack_micro_batch,
-    samples_with_late_images,
-    samples_with_media,
-    why_not,
-)
-from .statistics import Statistics
-from .verify import run_both
-
-logger = logging.getLogger(__name__)
-
-# The engine whose forward_backward_batch runs: verl's function for micro-batches knows no engine.
-_running: ContextVar[_SharedPrompts | None] = ContextVar("dualkv_verl_engine", default=None)
+from .micro_batches import Plan, images_of, pack_micro_batch, samples_with_late_images, samples_with_media
+from .sharing import SharedPrompts, register, take_micro_batches
 
 
-class _SharedPrompts:
+class _SharedPrompts(SharedPrompts):
     """What both engines add to verl's; mixed in front of one."""
 
     # verl's
-    model_config: Any
     module: Any
     use_ulysses_sp: bool
     ulysses_sequence_parallel_size: int
@@ -66,26 +47,14 @@ class _SharedPrompts:
 
     has_lm_head = True
     keeps_logits = False  # whether the model takes the rows that its LM head is to compute
-    shares = True  # unless verl's own path is to run
-    refusal_now: str | None = None  # why the model cannot be shared in the call that runs
     runs_towers_on_text = False  # as verl lets some models do, so that all ranks do the same
-    budget: int | None = None  # of tokens, for the micro-batches of the call that runs
 
     def _build_module(self) -> Any:
         module = super()._build_module()  # type: ignore[misc]
-        self.options = Options.of(self.model_config.override_config)
         self.plan: Plan | None = None
-        self.order: list[int] = []
-        self.verification = Verification(self.options.verify_first_steps, "train", "infer")
         self.stock_module = module
-        self.refusal = self._attach(module) if self.options.enabled else "switched off"
-        self.announced: set[str] = set()
-        self.statistics = Statistics(FlopsCounter(self.model_config.hf_config), self.ulysses_sequence_parallel_size)
-        if self.options.enabled:
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            if rank == 0:
-                state = "are shared" if self.refusal is None else f"are NOT shared: {self.refusal}"
-                logger.warning("flash_attn_dualkv: prompts of %s %s", type(module).__name__, state)
+        ranks = self.ulysses_sequence_parallel_size
+        self._begin(type(module).__name__, module.config, ranks, functools.partial(self._attach, module))
         return module
 
     def _attach(self, module: Any) -> str | None:
@@ -111,7 +80,7 @@ class _SharedPrompts:
         if self.refusal is not None or (get_device_name() == "cuda" and self._kernels_lack()):
             return self.refusal
         device = torch.empty(0, device=get_device_id()).device
-        dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
+        dtype = self._dtype()
         is_cast = dtype != torch.float32  # as in verl's forward_step
         autocast = torch.autocast(get_device_name(), dtype=dtype if is_cast else None, enabled=is_cast)
         try:
@@ -122,55 +91,19 @@ class _SharedPrompts:
             return str(error)
         return None
 
-    def _announce(self, message: str) -> None:
-        """Say it once."""
-        if message not in self.announced:
-            self.announced.add(message)
-            logger.warning("flash_attn_dualkv: %s", message)
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
+        return dtype
 
     # The engine's steps, in the order in which verl calls them
 
-    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        if not self.options.enabled:
-            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-        self.refusal_now = self._refusal_now()
-        run = functools.partial(self._run, data, loss_function, forward_only)
-        if not self.verification.is_due("infer" if forward_only else "train"):
-            return run(not self.verification.has_failed)
-        output, agree = run_both(self, data, forward_only, run)
-        self.verification.has_failed = not agree
-        return output
-
-    def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
-        self.statistics.begin()
-        self.order = []
-        self.shares = shares
-        token = _running.set(self)
-        begin = time.perf_counter()
-        try:
-            output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-        finally:
-            _running.reset(token)
-        get_torch_device().synchronize()
-        if self.order:  # of fixed micro-batches, which verl takes for the batch's own order
-            back = torch.tensor(self.order).argsort().tolist()
-            for name, values in output["model_output"].items():
-                rows = values.unbind()
-                output["model_output"][name] = torch.nested.as_nested_tensor(
-                    [rows[i] for i in back], layout=torch.jagged
-                )
-        seconds = time.perf_counter() - begin
-        output["metrics"].update(self.statistics.metrics(seconds, forward_only))
-        return output
-
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
-        if not self.options.enabled or _running.get() is not self:
+        if not self._is_mine():
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         micro_batch = micro_batch.to(get_device_id())
         found = self._plan_of(micro_batch)
         if isinstance(found, str):
-            self.statistics.count_stock(Lengths.of(micro_batch), found)
-            self._announce(f"micro-batches run on verl's own path where this holds ({found}): {VERL_REASONS[found]}")
+            self._count_stock(micro_batch, found)
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         self.statistics.count_shared(found.batch, found.layout.num_unread)
         self.plan = found
@@ -206,18 +139,7 @@ class _SharedPrompts:
         per_row = plan.scored is None
         return {name: unpack_to_jagged(one.values(), plan.batch, per_row=per_row) for name, one in found.items()}
 
-    # Plans
-
-    def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
-        if not self.shares:
-            return "verification"
-        if self.refusal_now is not None:
-            return "model"
-        reason = why_not(data, apart, self._takes_images(data))
-        return reason or (self._kernels_lack() if get_device_name() == "cuda" else None)
-
     def _takes_images(self, data: TensorDict) -> bool:
-        """Whether the model is exact with the images of these samples in shared prompts; it says why not."""
         names = images_of(data)
         if not names or not self.runs_towers_on_text:
             return False
@@ -227,10 +149,6 @@ class _SharedPrompts:
             self._announce(f"prompts with images are not shared: {error}")
             return False
         return True
-
-    def _kernels_lack(self) -> str | None:
-        refusal = kernels_refusal(self.stock_module.config, getattr(self, "_autocast_dtype", torch.bfloat16))
-        return None if refusal is None else refusal.reason
 
     def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
         """The packed form of a micro-batch, or the word for why it stays as it is."""
@@ -253,9 +171,7 @@ class _SharedPrompts:
             uids = ", ".join(map(str, dict.fromkeys(tu.get(micro_batch, "uid", []))))
             self._announce(f"in a micro-batch of the prompts {uids} images are not shared: {error}")
             return "multimodal"
-        # A micro-batch was filled by packed tokens: for the way back replicated ones must fit, too.
-        fits = self.budget is None or plan.batch.num_replicated_tokens <= self.budget
-        if plan.batch.dedup_ratio < self.options.min_dedup_ratio and fits:
+        if not self._is_worth_it(plan.batch):
             return "ratio"
         if ranks > 1:
             group = transformer_impl.get_ulysses_sequence_parallel_group()
@@ -265,19 +181,22 @@ class _SharedPrompts:
             plan = replace(plan, layout=replace(plan.layout, late=late))
         return plan
 
-    def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
-        """Micro-batches and their samples' indices, as verl's function gives them."""
-        self.budget = None
+    def _apart(self, data: TensorDict) -> Sequence[int]:
         # Images that are not shared get micro-batches of their own where towers run on texts as
         # well: elsewhere a rank with images would wait for one without.
-        apart = samples_with_media(data) if self.runs_towers_on_text else []
         if self._takes_images(data):
-            apart = samples_with_late_images(data, placeholders_of(self.stock_module.config))
-        found = grouped_micro_batches(data, dp_group, self.options, self._why_not(data, apart), apart)
-        if found is None:
-            return stock()
-        self.budget, self.order = found.budget, found.order or []
-        return found.micro_batches, found.indices
+            return samples_with_late_images(data, placeholders_of(self.stock_module.config))
+        return samples_with_media(data) if self.runs_towers_on_text else ()
+
+    def gradient_norm(self) -> float:
+        module: Any = self.module
+        if isinstance(self.module, Fsdp1):
+            norm = module.clip_grad_norm_(float("inf"))
+        elif isinstance(self.module, FSDPModule):
+            norm = fsdp2_clip_grad_norm_(module.parameters(), max_norm=float("inf"))
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(module.parameters(), float("inf"))
+        return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
 
 class SharedPromptFSDPEngine(_SharedPrompts, FSDPEngineWithLMHead):
@@ -292,29 +211,8 @@ class SharedPromptFSDPValueEngine(_SharedPrompts, FSDPEngineWithValueHead):
 
 def install() -> None:
     """Make verl take these engines for FSDP; once."""
-    for model_type, engine in (
-        ("language_model", SharedPromptFSDPEngine),
-        ("value_model", SharedPromptFSDPValueEngine),
-    ):
-        known = EngineRegistry._engines.get(model_type, {})
-        for backend in ("fsdp", "fsdp2"):
-            # A vendor's engine is preferred to one for all; "cpu" is the vendor in tests there.
-            for vendor in ("nvidia", "cpu"):
-                if ("cuda", vendor) not in known.get(backend, {}):
-                    EngineRegistry.register(model_type=model_type, backend=backend, device="cuda", vendor=vendor)(
-                        engine
-                    )
+    for backend in ("fsdp", "fsdp2"):
+        register(backend, "language_model", SharedPromptFSDPEngine)
+        register(backend, "value_model", SharedPromptFSDPValueEngine)
     patches.install()
-    replace_once(transformer_impl, "prepare_micro_batches", _prepare)
-
-
-def _prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Micro-batches of the engine that runs, if one does."""
-
-    def prepare_micro_batches(data: TensorDict, dp_group: Any = None, **options: Any) -> Any:
-        engine = _running.get()
-        if engine is None:
-            return stock(data=data, dp_group=dp_group, **options)
-        return engine.micro_batches(data, dp_group, lambda: stock(data=data, dp_group=dp_group, **options))
-
-    return prepare_micro_batches
+    take_micro_batches(transformer_impl)

@@ -163,7 +163,7 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
         SharedPromptError: images of prompts that do not fit these, or positions that differ where they are equal.
     """
     images = images_of(micro_batch)
-    batch = _packed(micro_batch, multiple, options, images)
+    batch = packed_batch(micro_batch, multiple, options, images)
     offsets = torch.tensor([0, batch.layout.num_tokens], device=batch.input_ids.device)
     positions = batch.row_values.get("position_ids", batch.position_ids)
     if not images and micro_batch["position_ids"].dim() == 3:  # the model's own form, all rows of it alike
@@ -193,10 +193,10 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     return Plan(batch, layout, tu.get_tensordict(row, flags), scored)
 
 
-def _packed(
+def packed_batch(
     micro_batch: TensorDict, multiple: int, options: Options, images: dict[str, list[Tensor | None]]
 ) -> PackedBatch:
-    """By the borders that the micro-batch has, else by what is best for it alone."""
+    """A micro-batch's samples, by the borders that it has, else by what is best for it alone."""
     borders = tu.get_non_tensor_data(micro_batch, BORDERS, None)
     sequences = micro_batch["input_ids"].unbind()
     if not borders:

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 
 from ..fallback import PREFIX, difference, worst_of_ranks
 from .micro_batches import Lengths
@@ -38,12 +34,15 @@ def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[b
     shared = run(True)
     norm = 0.0
     if not forward_only:
-        norm = _gradient_norm(engine)
+        norm = engine.gradient_norm()
         engine.optimizer_zero_grad()
     stock = run(False)
     tu.assign_non_tensor(data, return_model_output=before)
-    expected = norm if forward_only else _gradient_norm(engine)
-    found = _difference(shared["model_output"], stock["model_output"], Lengths.of(data)).tolist()
+    expected = norm if forward_only else engine.gradient_norm()
+    # Other pipeline stages than the last have no output.
+    found = [0.0, 0.0]
+    if stock:
+        found = _difference(shared["model_output"], stock["model_output"], Lengths.of(data)).tolist()
     own = torch.tensor([*found, abs(norm - expected) / max(expected, 1e-12)], device=get_device_name())
     largest, mean, off = worst_of_ranks(own)
     agree = mean <= MOST_MEAN_DIFFERENCE and off <= MOST_NORM_DIFFERENCE
@@ -54,7 +53,8 @@ def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[b
             logger.warning("flash_attn_dualkv: verified, %s", text)
         else:
             logger.error("flash_attn_dualkv: prompts are no longer shared, the results differ: %s", text)
-    stock["metrics"].update({name: [one] for name, one in zip(METRICS, (largest, mean, off, float(not agree)))})
+    if stock:
+        stock["metrics"].update({name: [one] for name, one in zip(METRICS, (largest, mean, off, float(not agree)))})
     return stock, agree
 
 
@@ -71,15 +71,3 @@ def _difference(shared: dict[str, Any], stock: dict[str, Any], lengths: Lengths)
     )
     found = difference(one, other)
     return found / other.abs().mean().clamp(min=1e-6) if name == "values" and len(other) else found
-
-
-def _gradient_norm(engine: Any) -> float:
-    """The norm over all parameters on all ranks; the gradients stay as they are."""
-    module: Any = engine.module
-    if isinstance(engine.module, Fsdp1):
-        norm = module.clip_grad_norm_(float("inf"))
-    elif isinstance(engine.module, FSDPModule):
-        norm = fsdp2_clip_grad_norm_(module.parameters(), max_norm=float("inf"))
-    else:
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), float("inf"))
-    return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""verl's Megatron engines, on packed micro-batches that hold every prompt once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.utils.megatron_utils import unwrap_model
+from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead, transformer_impl
+
+from ...data.batch import PackedBatch
+from ...data.unpack import unpack_to_jagged
+from ...errors import SharedPromptError
+from ..megatron import install as install_in_model
+from ..megatron import shared_prompt_forward, shared_prompt_values
+from ..megatron.support import check_training
+from .micro_batches import packed_batch
+from .sharing import SharedPrompts, register, take_micro_batches
+
+
+class _SharedPrompts(SharedPrompts):
+    """What both engines add to verl's; mixed in front of one."""
+
+    # verl's
+    module: list[Any]
+    engine_config: Any
+    optimizer: Any
+    param_dtype: torch.dtype
+
+    def initialize(self) -> None:
+        super().initialize()  # type: ignore[misc]
+        chunk, config = unwrap_model(self.module[0]), self.engine_config
+        ranks = parallel_state.get_model_parallel_group().size() * config.context_parallel_size
+        self._begin(type(chunk).__name__, self.model_config.hf_config, ranks, self._attach)
+
+    def _attach(self) -> str | None:
+        """Let the model take layouts; or why it does not."""
+        config, model = self.engine_config, self.model_config
+        if (config.virtual_pipeline_model_parallel_size or 1) > 1:
+            return "virtual_pipeline_model_parallel_size: micro-batches do not come in multiples of its groups"
+        if config.dynamic_context_parallel:
+            return "dynamic_context_parallel: verl divides each micro-batch by itself"
+        if config.use_fused_kernels:
+            return "use_fused_kernels: it replaces the model's forward, and prompts are scored in chunks without it"
+        if getattr(self, "peft_cls", None) is not None:
+            return "lora: adapters of Megatron-Bridge are not known to be exact"
+        if hasattr(model.hf_config, "vision_config"):
+            return "vision_config: multimodal models are not shared on Megatron"
+        try:
+            install_in_model(self.module)
+        except SharedPromptError as error:
+            return str(error)
+        return None
+
+    def _refusal_now(self) -> str | None:
+        if self.refusal is not None:
+            return self.refusal
+        try:
+            for chunk in map(unwrap_model, self.module):
+                check_training(chunk, chunk.config)
+        except SharedPromptError as error:
+            self._announce(f"prompts are NOT shared: {error}")
+            return str(error)
+        return None
+
+    def _dtype(self) -> torch.dtype:
+        return self.param_dtype
+
+    def gradient_norm(self) -> float:
+        # The optimizer's own gradients are made of the model's once more in its step.
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def forward_step(
+        self, batch_iter: Any, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
+    ) -> Any:
+        run_stock = functools.partial(
+            super().forward_step,  # type: ignore[misc]
+            model=model,
+            logits_processor_func=logits_processor_func,
+            postprocess_micro_batch_func=postprocess_micro_batch_func,
+        )
+        if not self._is_mine():
+            return run_stock(batch_iter)
+        micro_batch = next(batch_iter).to(get_device_id())
+        found = self._batch_of(micro_batch)
+        if isinstance(found, str):
+            self._count_stock(micro_batch, found)
+            return run_stock(iter([micro_batch]))
+        self.statistics.count_shared(found)
+        output = self._output(model, found, micro_batch)
+        return output, functools.partial(postprocess_micro_batch_func, data=micro_batch)
+
+    def _batch_of(self, micro_batch: TensorDict) -> PackedBatch | str:
+        """The packed form of a micro-batch, or the word for why it stays as it is."""
+        if (reason := self._why_not(micro_batch)) is not None:
+            return reason
+        for name, reason in _LOGITS.items():
+            if tu.get_non_tensor_data(micro_batch, name, False):
+                return reason
+        config = self.engine_config
+        ranks = config.tensor_model_parallel_size if unwrap_model(self.module[0]).config.sequence_parallel else 1
+        bucket = config.pad_to_length_bucket if config.pad_to_length else 1
+        batch = packed_batch(micro_batch, math.lcm(ranks, bucket), self.options, {})
+        return batch if self._is_worth_it(batch) else "ratio"
+
+    def _output(self, model: Any, batch: PackedBatch, micro_batch: TensorDict) -> Any:
+        """As verl's model has it: on the last stage jagged by sample, on others what the next one needs."""
+        raise NotImplementedError
+
+
+# What verl makes of all logits of a micro-batch, which are never formed, and why it runs on verl's own path.
+_LOGITS = {
+    "distillation_use_topk": "distillation",
+    "distillation_only": "distillation",
+    "calculate_sum_pi_squared": "logits",
+}
+
+
+class SharedPromptMegatronEngine(_SharedPrompts, MegatronEngineWithLMHead):
+    """verl's Megatron engine for actors and references."""
+
+    def _output(self, model: Any, batch: PackedBatch, micro_batch: TensorDict) -> Any:
+        given = micro_batch["temperature"]
+        temperature = float(given.reshape(-1)[0]) if isinstance(given, Tensor) else float(given)
+        with_entropy = bool(tu.get_non_tensor_data(micro_batch, "calculate_entropy", False))
+        # As verl's: no logits are divided by 0.
+        output = shared_prompt_forward(model, batch, temperature=max(temperature, 1e-8), with_entropy=with_entropy)
+        if isinstance(output, Tensor):
+            return output
+        scores = zip(("log_probs", "entropy"), output)
+        return {name: unpack_to_jagged(one, batch, per_row=False) for name, one in scores if one is not None}
+
+
+class SharedPromptMegatronValueEngine(_SharedPrompts, MegatronEngineWithValueHead):
+    """verl's Megatron engine for critics."""
+
+    def _output(self, model: Any, batch: PackedBatch, micro_batch: TensorDict) -> Any:
+        output = shared_prompt_values(model, batch)
+        return unpack_to_jagged(output, batch, per_row=False) if unwrap_model(model).post_process else output
+
+
+def install() -> None:
+    """Make verl take these engines for Megatron; once."""
+    register("megatron", "language_model", SharedPromptMegatronEngine)
+    register("megatron", "value_model", SharedPromptMegatronValueEngine)
+    take_micro_batches(transformer_impl)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What all of verl's engines do with packed micro-batches: options, plans, fallbacks, metrics, verification."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.flops_counter import FlopsCounter
+from verl.workers.engine import EngineRegistry
+
+from ...data.batch import PackedBatch
+from ..fallback import VERL_REASONS, Options, Verification, kernels_refusal
+from ..replacing import replace_once
+from .micro_batches import Lengths, grouped_micro_batches, why_not
+from .statistics import Statistics
+from .verify import run_both
+
+logger = logging.getLogger(__name__)
+
+# The engine whose forward_backward_batch runs: verl's function for micro-batches knows no engine.
+_running: ContextVar[SharedPrompts | None] = ContextVar("dualkv_verl_engine", default=None)
+
+
+class SharedPrompts:
+    """What the plug-in's engines add to verl's; mixed in front of one."""
+
+    # verl's
+    model_config: Any
+
+    config: Any  # of transformers, what the kernels are asked about
+    shares = True  # unless verl's own path is to run
+    refusal_now: str | None = None  # why the model cannot be shared in the call that runs
+    budget: int | None = None  # of tokens, for the micro-batches of the call that runs
+
+    # Of each engine
+
+    def _refusal_now(self) -> str | None:
+        """Why the model cannot share in its mode; all ranks ask together."""
+        raise NotImplementedError
+
+    def _dtype(self) -> torch.dtype:
+        """That attention computes in."""
+        raise NotImplementedError
+
+    def gradient_norm(self) -> float:
+        """The norm over all parameters on all ranks; the gradients stay as they are."""
+        raise NotImplementedError
+
+    def _takes_images(self, data: TensorDict) -> bool:
+        """Whether the model is exact with the images of these samples in shared prompts; it says why not."""
+        return False
+
+    def _apart(self, data: TensorDict) -> Sequence[int]:
+        """Samples that get micro-batches of their own."""
+        return ()
+
+    # Of all
+
+    def _begin(self, name: str, config: Any, ranks: int, attach: Callable[[], str | None]) -> None:
+        """When the model is there.
+
+        Args:
+            name: of the model.
+            config: see above.
+            ranks: that work on the same samples.
+            attach: prepares the model, or says why it cannot be.
+        """
+        self.config = config
+        self.options = Options.of(self.model_config.override_config)
+        self.order: list[int] = []
+        self.verification = Verification(self.options.verify_first_steps, "train", "infer")
+        self.announced: set[str] = set()
+        self.refusal = attach() if self.options.enabled else "switched off"
+        self.statistics = Statistics(FlopsCounter(self.model_config.hf_config), ranks)
+        if self.options.enabled:
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            if rank == 0:
+                state = "are shared" if self.refusal is None else f"are NOT shared: {self.refusal}"
+                logger.warning("flash_attn_dualkv: prompts of %s %s", name, state)
+
+    def _announce(self, message: str) -> None:
+        """Say it once."""
+        if message not in self.announced:
+            self.announced.add(message)
+            logger.warning("flash_attn_dualkv: %s", message)
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        if not self.options.enabled:
+            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        self.refusal_now = self._refusal_now()
+        run = functools.partial(self._run, data, loss_function, forward_only)
+        if not self.verification.is_due("infer" if forward_only else "train"):
+            return run(not self.verification.has_failed)
+        output, agree = run_both(self, data, forward_only, run)
+        self.verification.has_failed = not agree
+        return output
+
+    def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
+        self.statistics.begin()
+        self.order = []
+        self.shares = shares
+        token = _running.set(self)
+        begin = time.perf_counter()
+        try:
+            output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        finally:
+            _running.reset(token)
+        get_torch_device().synchronize()
+        if not output:  # of other pipeline stages than the last
+            return output
+        if self.order:  # of fixed micro-batches, which verl takes for the batch's own order
+            back = torch.tensor(self.order).argsort().tolist()
+            for name, values in output["model_output"].items():
+                rows = values.unbind()
+                output["model_output"][name] = torch.nested.as_nested_tensor(
+                    [rows[i] for i in back], layout=torch.jagged
+                )
+        seconds = time.perf_counter() - begin
+        output["metrics"].update(self.statistics.metrics(seconds, forward_only))
+        return output
+
+    def _is_mine(self) -> bool:
+        """Whether a micro-batch comes from `forward_backward_batch`, with sharing on."""
+        return self.options.enabled and _running.get() is self
+
+    def _count_stock(self, micro_batch: TensorDict, reason: str) -> None:
+        self.statistics.count_stock(Lengths.of(micro_batch), reason)
+        self._announce(f"micro-batches run on verl's own path where this holds ({reason}): {VERL_REASONS[reason]}")
+
+    def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
+        if not self.shares:
+            return "verification"
+        if self.refusal_now is not None:
+            return "model"
+        reason = why_not(data, apart, self._takes_images(data))
+        return reason or (self._kernels_lack() if get_device_name() == "cuda" else None)
+
+    def _kernels_lack(self) -> str | None:
+        refusal = kernels_refusal(self.config, self._dtype())
+        return None if refusal is None else refusal.reason
+
+    def _is_worth_it(self, batch: PackedBatch) -> bool:
+        # A micro-batch was filled by packed tokens: for the way back replicated ones must fit, too.
+        fits = self.budget is None or batch.num_replicated_tokens <= self.budget
+        return batch.dedup_ratio >= self.options.min_dedup_ratio or not fits
+
+    def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
+        """Micro-batches and their samples' indices, as verl's function gives them."""
+        self.budget = None
+        apart = self._apart(data)
+        found = grouped_micro_batches(data, dp_group, self.options, self._why_not(data, apart), apart)
+        if found is None:
+            return stock()
+        self.budget, self.order = found.budget, found.order or []
+        return found.micro_batches, found.indices
+
+
+def register(backend: str, model_type: str, engine: Any) -> None:
+    """Make verl take an engine of the plug-in; once."""
+    known = EngineRegistry._engines.get(model_type, {}).get(backend, {})
+    # A vendor's engine is preferred to one for all; "cpu" is the vendor in tests there.
+    for vendor in ("nvidia", "cpu"):
+        if ("cuda", vendor) not in known:
+            EngineRegistry.register(model_type=model_type, backend=backend, device="cuda", vendor=vendor)(engine)
+
+
+def take_micro_batches(module: Any) -> None:
+    """Let the engines of a module of verl's have micro-batches of the engine that runs; once."""
+    replace_once(module, "prepare_micro_batches", _prepare)
+
+
+def _prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Micro-batches of the engine that runs, if one does."""
+
+    def prepare_micro_batches(data: TensorDict, dp_group: Any = None, **options: Any) -> Any:
+        engine = _running.get()
+        if engine is None:
+            return stock(data=data, dp_group=dp_group, **options)
+        return engine.micro_batches(data, dp_group, lambda: stock(data=data, dp_group=dp_group, **options))
+
+    return prepare_micro_batches

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The plug-in in verl's Megatron engines with mbridge's models, beside verl's own engines.
+
+Layers are Megatron's local ones, as Transformer Engine needs a GPU: tests/helpers/verl_megatron.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/verl.md")
+pytest.importorskip("mbridge", reason="mbridge is not installed: see docs/verl.md")
+
+from verl_inputs import Batch, Case, Found, Model
+from verl_runs import ACTOR, ENVIRONMENT, MODEL, UNEQUAL, Turns, Unusual, check_equal, check_shared, run_beside
+
+ENGINE = f"{ACTOR}.megatron"
+PLUGIN = "flash_attn_dualkv.integrations.verl.megatron"
+
+
+def case(name: str, *overrides: str, **settings: Any) -> Case:
+    if "micro" not in settings:
+        settings.setdefault("tokens", 200)
+    return Case(name, engine="megatron", overrides=overrides, updates=settings.pop("updates", 2), **settings)
+
+
+def divided(names: str, size: int = 2) -> tuple[str, ...]:
+    """Over so many ranks: "tensor", "pipeline", "context"."""
+    return tuple(
+        f"{ENGINE}.{name}_{'' if name == 'context' else 'model_'}parallel_size={size}" for name in names.split()
+    )
+
+
+EQUAL = [
+    case("dynamic", updates=3),
+    case("fixed, v0, several prompts, any order", micro=4, trainer="v0", batch=UNEQUAL),
+    case("dynamic, several prompts, any order", tokens=150, batch=UNEQUAL),
+    case("a group over the budget", tokens=100),
+    case("two optimizer steps", batch=Batch(prompts=4), minis=2),
+    case("entropy in the loss", f"{ACTOR}.entropy_coeff=0.1"),
+    case("KL in the loss", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"),
+    case("rounded up", f"{ENGINE}.pad_to_length=True", f"{ENGINE}.pad_to_length_bucket=64"),
+    case(
+        "recomputed",
+        *(f"{ENGINE}.override_transformer_config.recompute_{one}" for one in ("granularity=full", "method=uniform")),
+        f"{ENGINE}.override_transformer_config.recompute_num_layers=1",
+    ),
+    case("tied", model=Model(tied=True)),
+    case("agents", tokens=400, batch=Turns(responses=4)),
+    case("reference", role="ref"),
+    case("critic", role="critic", updates=3),
+    case("critic, fixed, v0", role="critic", micro=4, trainer="v0"),
+]
+EQUAL_RANKS = [
+    case("2 ranks", batch=UNEQUAL, updates=3),
+    case("tensor", *divided("tensor"), sp=2),
+    case("tensor, fixed", *divided("tensor"), sp=2, micro=4, batch=UNEQUAL),
+    case("tensor, critic", "critic.megatron.tensor_model_parallel_size=2", sp=2, role="critic"),
+    case("pipeline", *divided("pipeline"), sp=2, tokens=100),
+    case("pipeline, critic", "critic.megatron.pipeline_model_parallel_size=2", sp=2, role="critic"),
+]
+# verl's own path has no context parallelism on local layers: its results are those of one rank.
+CONTEXT = [
+    case("context", *divided("context"), sp=2),
+    case("context, entropy, fixed", *divided("context"), f"{ACTOR}.entropy_coeff=0.1", sp=2, micro=4, batch=UNEQUAL),
+    case(
+        "context, losses by token",
+        *divided("context"),
+        f"+{ENGINE}.override_transformer_config.calculate_per_token_loss=True",
+        sp=2,
+    ),
+    case("context, critic", "critic.megatron.context_parallel_size=2", sp=2, role="critic"),
+]
+FALLBACKS = [
+    (case("temperatures", batch=Unusual(extra="temperatures")), "temperature"),
+    (case("nothing to share", batch=Batch(prompts=8, responses=1)), "ratio"),
+    (case("dropout", f"+{ENGINE}.override_transformer_config.hidden_dropout=0.1", updates=1), "model"),
+]
+SWITCHED_OFF = case("switched off", f"{MODEL}.shared_prompt=false")
+VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=2", updates=3)
+
+
+def ours(one: Case) -> Case:
+    return replace(one, name=f"ours, {one.name}", shares=True, balance="groups")
+
+
+def alone(one: Case) -> Case:
+    """On one rank."""
+    kept = tuple(override for override in one.overrides if "context_parallel" not in override)
+    return replace(one, sp=1, overrides=kept)
+
+
+RUN = dict(environment={**ENVIRONMENT, "VERL_USE_EXTERNAL_MODULES": "cpu_platform,verl_megatron"})
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Found]:
+    cases = [*EQUAL, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED]
+    return run_beside([*cases, *map(alone, CONTEXT)], list(map(ours, cases)), **RUN)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, Found]:
+    return run_beside(EQUAL_RANKS, list(map(ours, [*EQUAL_RANKS, *CONTEXT])), 2, **RUN)
+
+
+@pytest.mark.parametrize("one", EQUAL, ids=lambda one: one.name)
+def test_equals_verl(one_rank: dict[str, Found], one: Case) -> None:
+    found = one_rank[f"ours, {one.name}"]
+    check_shared(one_rank[one.name], found)
+    assert found.engine.startswith(PLUGIN)
+    for metrics in (*found.infer_metrics, *found.metrics):
+        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+
+
+@pytest.mark.parametrize("one", EQUAL_RANKS, ids=lambda one: one.name)
+def test_equals_verl_on_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
+    check_shared(two_ranks[one.name], two_ranks[f"ours, {one.name}"])
+
+
+@pytest.mark.parametrize("one", CONTEXT, ids=lambda one: one.name)
+def test_context_parallelism(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case) -> None:
+    check_shared(one_rank[one.name], two_ranks[f"ours, {one.name}"])
+
+
+@pytest.mark.parametrize(("one", "reason"), FALLBACKS, ids=lambda one: getattr(one, "name", one))
+def test_fallbacks(one_rank: dict[str, Found], one: Case, reason: str) -> None:
+    found = one_rank[f"ours, {one.name}"]
+    if one.name != "dropout":  # of which there are other draws
+        check_equal(one_rank[one.name], found)
+    assert found.error is None
+    metrics = found.metrics[0]
+    assert metrics[f"shared_prompt/fallback/{reason}"] == metrics["shared_prompt/micro_batches"] > 0
+
+
+def test_switched_off(one_rank: dict[str, Found]) -> None:
+    found = one_rank[f"ours, {SWITCHED_OFF.name}"]
+    check_equal(one_rank[SWITCHED_OFF.name], found)
+    assert not any(name.startswith("shared_prompt") for name in found.metrics[0])
+
+
+def test_verification(one_rank: dict[str, Found]) -> None:
+    found = one_rank[f"ours, {VERIFIED.name}"]
+    check_equal(one_rank[VERIFIED.name], found)
+    for metrics in found.metrics[:2]:
+        assert metrics["shared_prompt/verify_failed"] == 0
+        assert 0 < metrics["shared_prompt/verify_max_difference"] < 1e-4
+        assert metrics["shared_prompt/verify_grad_norm_difference"] < 1e-4
+    assert "shared_prompt/verify_failed" not in found.metrics[2]
+
+
+REFUSED = [
+    ("virtual_pipeline_model_parallel_size", 2),
+    ("dynamic_context_parallel", True),
+    ("use_fused_kernels", True),
+    ("lora", object()),
+    ("vision_config", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda one: str(one))
+def test_engines_that_are_refused(name: str, value: Any) -> None:
+    engines = importlib.import_module(PLUGIN)
+    config = dict(virtual_pipeline_model_parallel_size=None, dynamic_context_parallel=False, use_fused_kernels=False)
+    hf_config = SimpleNamespace(**({name: value} if name == "vision_config" else {}))
+    engine: Any = object.__new__(engines.SharedPromptMegatronEngine)
+    engine.engine_config = SimpleNamespace(**{**config, name: value})
+    engine.model_config = SimpleNamespace(hf_config=hf_config)
+    engine.peft_cls = value if name == "lora" else None
+    engine.module = []
+    assert name in engine._attach()
