@@ -137,7 +137,7 @@ def forward_replicated(chunk: Any, batch: PackedBatch) -> Any:
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
     )
-    more = dict(output_processor=score_hidden, output_processor_context=Request(batch, 1.0, False))
+    more = dict(output_processor=score_hidden, output_processor_context=Request(batch, None, 1.0, False))
     return chunk(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=params, **more)
 
 

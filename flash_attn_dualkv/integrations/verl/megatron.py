@@ -95,7 +95,7 @@ class _SharedPrompts(SharedPrompts):
         if isinstance(found, str):
             self._count_stock(micro_batch, found)
             return run_stock(iter([micro_batch]))
-        self.statistics.count_shared(found)
+        self.statistics.count_shared(found, unread=0)
         output = self._output(model, found, micro_batch)
         return output, functools.partial(postprocess_micro_batch_func, data=micro_batch)
 
