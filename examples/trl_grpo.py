@@ -206,7 +206,8 @@ def rollout_settings(options: argparse.Namespace) -> dict[str, Any]:
     is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
     batching = {
         "block_size" if is_old else "page_size": options.page,
-        # Pages for all samples by themselves: as many keys can stock batching read in a step, shared or not.
+        # Pages for all samples by themselves: stock batching can read no more keys in a step than
+        # fit them, shared or not.
         "num_blocks": samples * -(-(options.prompt + options.completion) // options.page),
         "max_memory_percent": 0.9,  # TRL leaves half of the free memory to others, for which these pages are too many
         "max_requests_per_batch": samples,  # more of them would be CUDA graphs that nobody replays

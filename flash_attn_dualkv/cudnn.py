@@ -28,8 +28,8 @@ from .layout import SharedPromptLayout
 MODULE = "cudnn.flex_attention"
 FAMILIES = ((9, 0), (10, 0), (10, 3))  # compute capabilities that it has kernels for
 FAR = 1 << 30
-# What a first use is tried on, and the most that results may differ in norm: more than roundings of P, dS and
-# results to bf16 make, less than a wrong mask, scale or sum.
+# What a first use is tried on, and the most that results may differ in norm: more than roundings
+# of P, dS and results to bf16 make, less than a wrong mask, scale or sum.
 TRIAL_NODES = (200, 130, 1, 300, 64), (-1, 0, 0, 2, -1)
 TRIAL_DIFFERENCE = 0.02
 

@@ -9,7 +9,7 @@
 //                      5: |ccbaa|
 //
 // Slabs wait in the order of the walk, so that border tiles depend on the path alone, as all others
-// do. Only the tails of ancestors that all queries see in full are gathered (with a window, the last
+// do. Only tails of ancestors that all queries see in full are gathered (with a window, the last
 // query of the tile decides), and only where that can save work: the tail of the topmost node keeps
 // a tile of its own if no other slab waits. So a prompt with its responses never has one. A child
 // without keys whose queries are among its parent's keys gathers the tails that the parent does.

@@ -11,11 +11,12 @@ from .. import checks
 from ..host import untraced
 from ..nodes import visible_pairs
 
-# Chunks of a rank. A cut costs the kernels next to nothing. Visible keys of the fullest rank over the mean, groups and
-# trees of 128K rows over 2 to 8 ranks: at most 1.04 with 8 chunks, up to 1.49 with the 2 of a zigzag.
+# Chunks of a rank. A cut costs the kernels next to nothing. Visible keys of the fullest rank over
+# the mean, groups and trees of 128K rows over 2 to 8 ranks: at most 1.04 with 8 chunks, up to 1.49
+# with the 2 of a zigzag.
 CHUNKS = 8
-# Rows at whose multiples a node is cut: query tiles of all kernels of the forward divide it, so that each tile has the
-# rows that it has in one process.
+# Rows at whose multiples a node is cut: query tiles of all kernels of the forward divide it, so
+# that each tile has the rows that it has in one process.
 ROW_TILE = 384
 
 Runs = list[tuple[int, int]]

@@ -105,7 +105,7 @@ class ContextLayout(DividedLayout):
         runs = divide_rows(layout.node_lens, layout.node_parents, ranks, chunks=chunks, tile=tile)
         lengths = [sum(end - begin for begin, end in own) for own in runs]
         local = -(-max(lengths) // multiple) * multiple
-        # Of all ranks the rows one after the other, where they lie, and back.
+        # The rows of all ranks, rank by rank, where they lie, and back.
         rows = runs_of_rows([one[0] for own in runs for one in own], [one[1] - one[0] for own in runs for one in own])
         places = runs_of_rows([local * index for index in range(ranks)], lengths)
         gather_index = torch.empty_like(places).index_copy_(0, rows, places)

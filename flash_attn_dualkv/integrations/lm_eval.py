@@ -180,7 +180,7 @@ def _fetched(found: tuple[Tensor, ...]) -> Fetch:
 
 
 def _answers(lens: list[int], logps: Tensor, are_first: Tensor) -> Iterator[Answer]:
-    """Of requests with so many scored tokens."""
+    """Log-likelihoods of requests with so many scored tokens, and whether each token is the most likely."""
     for own, first in zip(logps.split(lens), are_first.split(lens)):
         yield float(own.sum()), bool(first.all())
 

@@ -76,7 +76,8 @@ def _sharing(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., A
         if found is None:
             result: tuple[Tensor, Tensor | None] = stock(self, model, model_inputs, grpo_batch, compute_entropy)
             return result
-        # The first of all tokens has no log-probability, and is kept where rows without padding are the longest.
+        # The first of all tokens has no log-probability, and is kept where rows without padding are
+        # the longest.
         logps, entropy = (None if one is None else torch.nn.functional.pad(one, (1, 0))[:, -kept:] for one in found)
         assert logps is not None
         if self.template.padding_free:

@@ -70,7 +70,7 @@ class UlyssesLayout(DividedLayout):
         if isinstance(layout, DividedLayout) and layout.row_index is not None:
             row_index = layout.row_index.index_select(0, row_index)
         given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
-        # Of a rank's slice of the positions nothing is known; all of its rows stay.
+        # A rank's slice of the positions is not known by its memory; all of its rows stay.
         given.update(position_ids=None, late=None)
         return UlyssesLayout(**given, group=group, row_index=row_index, whole=layout)
 

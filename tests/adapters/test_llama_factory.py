@@ -30,7 +30,7 @@ def load() -> Any:
     """LLaMA-Factory's trainer, imported after `share_prompts` has been called, as by the command."""
     plugin.share_prompts(min_shared=1)
     assert "llamafactory.train.dpo.trainer" not in sys.modules
-    # Of datasets and accelerate, which nothing here is about, the newest releases are installed.
+    # The newest releases of datasets and accelerate are installed, which nothing here is about.
     with pytest.MonkeyPatch.context() as environment, stand_ins("gradio", "torchaudio", "omegaconf"):
         environment.setenv("DISABLE_VERSION_CHECK", "1")
         return importlib.import_module("llamafactory.train.dpo.trainer")

@@ -52,8 +52,8 @@ def random_model(name: str) -> Any:
                 if parameter_name.endswith("q_norm.weight"):
                     parameter.mul_(2 * parameter.numel() ** -0.5)
     if name == "gpt_oss" and hasattr(model, "set_experts_implementation"):
-        # The others pick each row's bias by an index, whose gradients PyTorch adds up row by row in 16 bit: their
-        # errors grow with the rows of a call, which are more in a packed one.
+        # Other experts pick each row's bias by an index, whose gradients PyTorch adds up row by row
+        # in 16 bit: errors grow with the rows of a call, which are more in a packed one.
         model.set_experts_implementation("eager")
     return model.to(DEVICE)
 

@@ -47,7 +47,7 @@ class AttentionSettings(NamedTuple):
             SharedPromptError: a window behind the row's own position.
         """
         config = attention.config
-        # Of MLA's layers; others leave the default to their core attention.
+        # MLA's layers have a scale; others leave the default to their core attention.
         scale = getattr(attention, "softmax_scale", None) or config.softmax_scale
         window = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number):

@@ -31,7 +31,8 @@ from .params import SharedPackedSeqParams
 from .rotary import OfPositions
 from .support import check_config, check_training, check_version
 
-# Classes whose forward is known, and may be inherited: subclasses with another forward compute something else.
+# Classes whose forward is known, and may be inherited: subclasses with another forward compute
+# something else.
 _CORES = (DotProductAttention, TEDotProductAttention) if HAVE_TE else (DotProductAttention,)
 _ROTARY = (RotaryEmbedding, YarnRotaryEmbedding)
 _ATTENTIONS = (SelfAttention, MLASelfAttention)

@@ -62,7 +62,7 @@ class SharedPackedSeqParams(PackedSeqParams):
                 raise SharedPromptLayoutError(explain("layout", expected, layout.num_local_tokens))
             self.layout, self.num_ranks = layout, layout.num_ranks
             self.position_ids = layout.shard(whole.position_ids, dim=-1)
-        # Megatron counts the rows of all ranks. No copy from the host, which would wait for the GPU.
+        # Megatron counts the rows of all ranks. A copy from the host would wait for the GPU.
         rows = self.layout.num_local_tokens * self.num_ranks
         ends = torch.arange(2, dtype=torch.int32, device=whole.device) * rows
         self.qkv_format = "thd"

@@ -300,8 +300,8 @@ class Rollout:
         if self._cuts.is_cuda:
             cuts = cuts.pin_memory()
         if stream is not None:
-            # Without CUDA graphs transformers 5.17 writes a step's inputs on another stream, and does
-            # not wait for them: on a busy GPU the step would begin with parts of the last one's.
+            # transformers 5.17 writes a step's inputs on another stream where there are no CUDA
+            # graphs: on a busy GPU the step would begin with parts of the last one's.
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             self._cuts[: len(states)].copy_(cuts, non_blocking=True)

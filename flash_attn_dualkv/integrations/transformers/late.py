@@ -24,13 +24,14 @@ from .structure import decoder_of
 
 # Types of text models whose layers are known to work row by row but for attention.
 MODEL_TYPES = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
-# Arguments of their layers that have a row for each token, as the last dimension but one; when given by name.
+# Arguments of their layers that have a row for each token, as the last dimension but one; when
+# given by name.
 _BY_ROW = ("hidden_states", "per_layer_input", "position_embeddings")
 # Configuration fields: outputs of all rows that are kept, and routers, which may count rows.
 _READING_ALL = ("output_hidden_states", "output_attentions", "output_router_logits", "enable_moe_block")
 # Packages whose hooks read no rows, unless a field above asks for it.
 _NOT_READING = (*BOOKKEEPERS, "transformers.")
-# Value of rows that have left. With zeros gradients of norms by hand (Gemma 3n) would be NaN in these rows.
+# Value of rows that have left. With zeros gradients of norms by hand (Gemma 3n) would be NaN there.
 _FILLER = 1.0
 
 

@@ -117,7 +117,8 @@ class _SharedPrompts(SharedPrompts):
         raise NotImplementedError
 
 
-# What verl makes of all logits of a micro-batch, which are never formed, and why it runs on verl's own path.
+# What verl makes of all logits of a micro-batch, which are never formed, and why it runs on verl's
+# own path.
 _LOGITS = {
     "distillation_use_topk": "distillation",
     "distillation_only": "distillation",

@@ -40,7 +40,7 @@ class SharedPrompts:
     refusal_now: str | None = None  # why the model cannot be shared in the call that runs
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
 
-    # Of each engine
+    # What each engine says for itself
 
     def _refusal_now(self) -> str | None:
         """Why the model cannot share in its mode; all ranks ask together."""
@@ -62,7 +62,7 @@ class SharedPrompts:
         """Samples that get micro-batches of their own."""
         return ()
 
-    # Of all
+    # What all engines do
 
     def _begin(self, name: str, config: Any, ranks: int, attach: Callable[[], str | None]) -> None:
         """When the model is there.

@@ -52,7 +52,7 @@ def read_table(table: Any, keys: Any, cuts: Any, page_size: int) -> Reading:
 
 
 class Statistics:
-    """Of a builder's steps.
+    """Counts of a builder's steps.
 
     Args:
         interval: seconds between two lines; 0: none.
