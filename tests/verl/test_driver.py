@@ -291,15 +291,16 @@ def test_samples_with_images_do_not_take_texts_along(is_dynamic: bool) -> None:
 
 def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
     """On a GPU what they cannot run is left to verl before any layer runs: other ranks may have nothing to refuse."""
-    from flash_attn_dualkv.integrations.verl import engine as module
+    from flash_attn_dualkv.integrations.verl import SharedPromptFSDPEngine
+    from flash_attn_dualkv.integrations.verl import sharing as module
 
     ids = jagged([torch.arange(30), torch.arange(20)])
     data = TensorDict({"input_ids": ids, "position_ids": ids, "prompts": ids}, batch_size=2)
     tu.assign_non_tensor(data, temperature=1.0)
-    engine = module.SharedPromptFSDPEngine.__new__(module.SharedPromptFSDPEngine)
+    engine = SharedPromptFSDPEngine.__new__(SharedPromptFSDPEngine)
     engine.refusal = None
     engine.noise = {False: None}
-    engine.stock_module = SimpleNamespace(training=False, config=config)
+    engine.stock_module, engine.config = SimpleNamespace(training=False, config=config), config
     assert engine._why_not(data) is None
     head_dim, config.head_dim = config.head_dim, 20
     monkeypatch.setattr(module, "get_device_name", lambda: "cpu")
