@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
 from tiny_models import VOCABULARY, check_gradients, gradients, tiny_config, transformers
 from tiny_tokenizer import tokenizer
-from tiny_trl import check_runs, lora, quiet, shared, train
+from tiny_trl import Dataset, check_runs, lora, quiet, shared, train, trl
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError

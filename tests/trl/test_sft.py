@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
 from tiny_models import VOCABULARY
 from tiny_tokenizer import tokenizer
-from tiny_trl import check_runs, lora, model_on_disk, quiet, shared, train
+from tiny_trl import Dataset, check_runs, lora, model_on_disk, quiet, shared, train, trl
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 Ours = shared.SharedPromptSFTTrainer
