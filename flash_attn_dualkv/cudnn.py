@@ -155,6 +155,8 @@ def lacks(q: Tensor, v: Tensor, layout: SharedPromptLayout, options: Options) ->
     """What cuDNN lacks for a call."""
     if options.softcap:
         return "a softcap"
+    if layout.query_rows is not None:
+        return "queries of some rows alone"
     dims = q.shape[2], v.shape[2]
     if max(dims) > 128 and dims not in ((192, 128), (256, 256)):
         return "head dims of {} and {}".format(*dims)

@@ -127,6 +127,12 @@ def test_what_it_lacks_is_said_once(fake: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert attend(layout, inputs, "auto", softcap=20.0) is None
+    whole = SharedPromptLayout.from_tree([200, 2], [-1, 0])
+    late, inputs = whole.reading(torch.tensor([201])), inputs_of(whole)
+    assert late is not None
+    inputs = inputs._replace(q=inputs.q[late.query_rows])
+    with pytest.warns(UserWarning, match="lacks queries of some rows alone"):
+        assert attend(late, inputs) is None
     wide_layout, wide = small(head_dim=512)
     with pytest.warns(UserWarning, match="lacks head dims of 512 and 512"):
         assert attend(wide_layout, wide) is None

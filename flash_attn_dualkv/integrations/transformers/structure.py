@@ -121,7 +121,7 @@ class _Replacement:
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if is_elsewhere(self._thread):
             return self._stock(*args, **inputs)
-        # Adapters such as X-LoRA weigh their experts by the hidden states of a forward that goes before.
+        # Adapters such as X-LoRA weigh experts by the hidden states of a forward that goes before.
         for name in ("output_hidden_states", "output_attentions"):
             if inputs.get(name):
                 expected = "a model whose wrappers and adapters call it once, for its log-probabilities"

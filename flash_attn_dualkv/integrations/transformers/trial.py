@@ -122,7 +122,7 @@ class Trial:
             with (
                 warnings.catch_warnings(),
                 torch.no_grad(),
-                # Parameters that are cast without gradients are not kept for forwards with gradients.
+                # Parameters cast without gradients are not kept for forwards with gradients.
                 current_autocast(self.device.type, cache_enabled=False)(),
                 torch.compiler.set_stance("force_eager"),
                 guard.suspended(),
