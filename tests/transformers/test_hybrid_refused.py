@@ -15,7 +15,7 @@ from tiny_models import MIXED, dualkv, replicated_logps, row_of, stock_twin, tin
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
 from flash_attn_dualkv.integrations.context_parallel import ContextLayout
-from flash_attn_dualkv.integrations.transformers import first_use
+from flash_attn_dualkv.integrations.transformers import hybrid
 from flash_attn_dualkv.integrations.transformers.hybrid import delivery, families, installation, mixers
 from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 
@@ -73,7 +73,7 @@ def test_functions_that_were_replaced_raise(name: str, monkeypatch: pytest.Monke
     """By another library, after the layers were let take layouts."""
     model = hybrid_model(name, torch.float32)
     dualkv.install_layout_hook(model)
-    monkeypatch.setattr(first_use, "prepare", lambda model: None)  # which would take them in
+    monkeypatch.setattr(hybrid, "prepare", lambda model: None)  # which would take them in
     layer, family = mixer_of(model), families.FAMILIES[name]
     for function in family.functions:
         with monkeypatch.context() as patch:
