@@ -220,7 +220,7 @@ def test_layout_is_integers_and_init_fields_only() -> None:
     for value in vars(layout).values():
         if isinstance(value, Tensor):
             assert not value.is_floating_point()
-        else:
+        elif value is not None:
             assert all(type(one) in (int, bool) for one in (value if isinstance(value, tuple) else (value,)))
     copy = dataclasses.replace(layout)
     assert copy is not layout and all(getattr(copy, name) is value for name, value in vars(layout).items())
