@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import re
 import types
 from typing import Any
 
@@ -24,7 +25,7 @@ _for_good.enter_context(without_a_gpu())
 _for_good.enter_context(local_norms())
 
 from mbridge.core import llm_bridge, util  # noqa: E402
-from mbridge.models import qwen2  # noqa: E402
+from mbridge.models import qwen2, qwen2moe  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import random  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
@@ -75,3 +76,18 @@ util.ModelType = types.SimpleNamespace(encoder_or_decoder=util.ModelType.encoder
 _layer = "model.layers.{layer_number}."
 qwen2.Qwen2Bridge._OTHER_MAPPING = {"input_layernorm.weight": [f"{_layer}input_layernorm.weight"]}
 qwen2.Qwen2Bridge._MLP_MAPPING["pre_mlp_layernorm.weight"] = [f"{_layer}post_attention_layernorm.weight"]
+
+# Experts: of Transformer Engine they are one module, whose weights are numbered; local ones are modules.
+_stock_names = qwen2moe.Qwen2MoEBridge._weight_name_mapping_mlp
+
+
+def _as_grouped(name: str) -> str:
+    return re.sub(r"\.local_experts\.(\d+)\.(.*)$", r".\2\1", name)
+
+
+def _expert_names(self: Any, name: str) -> Any:
+    return _stock_names(self, _as_grouped(name))
+
+
+qwen2moe.Qwen2MoEBridge._OTHER_MAPPING = qwen2.Qwen2Bridge._OTHER_MAPPING
+qwen2moe.Qwen2MoEBridge._weight_name_mapping_mlp = _expert_names
