@@ -190,6 +190,7 @@ class Found:
     engine: str = ""
     tokens: int = 0
     values: list[dict[str, list[Tensor]]] = field(default_factory=list)  # before the updates and behind them
+    routes: list[Tensor] = field(default_factory=list)  # of experts that were recorded before the updates
     infer_s: list[float] = field(default_factory=list)
     infer_gib: float = 0.0
     infer_metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -220,7 +221,9 @@ def worker_input(samples: list[Sample], known: dict[str, list[Tensor]], trainer:
     lists |= {"input_ids": whole, "response_mask": [one.mask for one in samples]}
     lists["position_ids"] = [one.others.get("position_ids", torch.arange(len(ids))) for one, ids in zip(samples, whole)]
     tensors: dict[str, Any] = {"uid": [one.uid for one in samples]}
-    for name in samples[0].others.keys() - {"position_ids"}:
+    if "routed_experts" in samples[0].others:
+        lists["routed_experts"] = [one.others["routed_experts"] for one in samples]
+    for name in samples[0].others.keys() - lists.keys():
         values = [one.others[name] for one in samples]
         tensors[name] = torch.stack(values) if isinstance(values[0], Tensor) else values
     if "temperature" not in tensors:
@@ -228,7 +231,9 @@ def worker_input(samples: list[Sample], known: dict[str, list[Tensor]], trainer:
     if trainer == "v0":
         settings["global_token_num"] = list(map(len, whole))
         return left_right_2_no_padding(tu.get_tensordict({**tensors, **_padded(lists)}, settings))
-    tensors |= {name: tu.nested_tensor_from_tensor_list(rows) for name, rows in lists.items()}
+    # Routes of experts have the tokens in front, positions behind.
+    ragged = {"routed_experts": 1}
+    tensors |= {name: tu.nested_tensor_from_tensor_list(rows, ragged.get(name)) for name, rows in lists.items()}
     return tu.get_tensordict({**tensors, "loss_mask": tensors["response_mask"]}, settings)
 
 
@@ -242,8 +247,15 @@ def _padded(lists: dict[str, list[Tensor]]) -> dict[str, Tensor]:
     mask = torch.cat((padded("prompts", "left", ones=True), padded("responses", ones=True)), 1)
     found = {"attention_mask": mask, "prompts": padded("prompts", "left")}
     for name in ("input_ids", "position_ids"):  # of which those for images have several rows
-        tokens = torch.cat([one.movedim(-1, 0) for one in lists[name]])
-        whole = torch.zeros(*mask.shape, *tokens.shape[1:], dtype=tokens.dtype)
-        whole[mask.bool()] = tokens
-        found[name] = whole.movedim(1, -1)
+        found[name] = _of_whole(mask, [one.movedim(-1, 0) for one in lists[name]]).movedim(1, -1)
+    if "routed_experts" in lists:
+        found["routed_experts"] = _of_whole(mask, lists["routed_experts"])
     return {**found, **{name: padded(name) for name in lists.keys() - found.keys()}}
+
+
+def _of_whole(mask: Tensor, rows: list[Tensor]) -> Tensor:
+    """(B, tokens, ...) of what each sample's tokens have, 0 in padding."""
+    tokens = torch.cat(rows)
+    whole = torch.zeros(*mask.shape, *tokens.shape[1:], dtype=tokens.dtype)
+    whole[mask.bool()] = tokens
+    return whole

@@ -268,6 +268,9 @@ class Session:
         self.known = {"old_log_probs": scores, "ref_log_prob": [old - 0.1 for old in scores], "advantages": ones}
         if self.case.role == "critic":
             self.known = {"values": scores, "returns": ones}
+        if "routed_experts" in first:
+            self.known["routed_experts"] = first["routed_experts"]
+            self.found.routes = self.found.values[0].pop("routed_experts")
         for _ in range(self.case.inferences - 1):
             self.infer()
         if self.case.role != "ref":
@@ -291,12 +294,16 @@ class Session:
         if output is not None:
             names = [name for name in ("log_probs", "entropy", "values") if name in output]
             mine = {name: [*no_padding_2_padding(output[name], data).float().cpu()] for name in names}
+            if "routed_experts" in output:
+                mine["routed_experts"] = [*output["routed_experts"].unbind()]
             self.found.infer_metrics.append(_numbers(tu.get(output, "metrics")))
         parts = [part for part in self.group.every(mine) if part is not None]
         whole = {}
         for name in parts[0]:
             rows = [row for part in parts for row in part[name]]
             whole[name] = [row[: len(one.response)] for row, one in zip(rows, self.samples, strict=True)]
+            if name == "routed_experts":
+                whole[name] = rows
         back = torch.tensor(self.order).argsort().tolist()
         self.found.values.append({name: [rows[i] for i in back] for name, rows in whole.items()})
         self.found.infer_s.append(seconds)

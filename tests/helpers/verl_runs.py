@@ -125,6 +125,41 @@ class Turns(Batch):
         return [found[at] for at in order]
 
 
+@dataclass(frozen=True)
+class Routed(Turns):
+    """Rollouts with the experts that the sampler has chosen for each token but the last, by the tokens before it.
+
+    Attributes:
+        agents: as of `Turns`; else one response for each sample.
+        other: in the first prompt, one sample's token has other experts; -1: none.
+        untrained: the second sample has no trained token.
+    """
+
+    agents: bool = False
+    layers: int = 2
+    experts: int = 4
+    other: int = -1
+    untrained: bool = False
+
+    def samples(self, vocabulary: int) -> list[Sample]:
+        found = super().samples(vocabulary) if self.agents else Batch.samples(self, vocabulary)
+        if self.untrained:
+            found[1] = found[1]._replace(mask=torch.zeros_like(found[1].mask))
+        return [self.routed(one, index) for index, one in enumerate(found)]
+
+    def routed(self, sample: Sample, index: int) -> Sample:
+        tokens = torch.cat((sample.prompt, sample.response))[:-1].double()
+        # Of equal beginnings the same sums.
+        sums = (tokens * torch.arange(1.0, len(tokens) + 1)).cumsum(0)
+        scores = torch.sin(sums[:, None] + torch.arange(self.layers * self.experts)).view(-1, self.layers, self.experts)
+        routes = scores.topk(2).indices.to(torch.int16)
+        if index == 0 and self.other >= 0:
+            routes[self.other] = (routes[self.other] + 1) % self.experts
+        # The form of verl's agent loop.
+        routes = torch.cat((routes, routes.new_zeros(1, *routes.shape[1:])))
+        return sample._replace(others={"routed_experts": routes})
+
+
 def case(name: str, *overrides: str, updates: int = 2, **settings: Any) -> Case:
     if "micro" not in settings:
         settings.setdefault("tokens", 200)
@@ -155,6 +190,8 @@ def check_equal(stock: Found, ours: Found) -> None:
         for name in before:
             for one, other in zip(before[name], after[name], strict=True):
                 torch.testing.assert_close(other, one, rtol=0, atol=tolerance)
+    for one, other in zip(stock.routes, ours.routes, strict=True):
+        assert torch.equal(one, other)
     assert len(stock.metrics) == len(ours.metrics)
     for step, (one, other) in enumerate(zip(stock.metrics, ours.metrics)):
         compared = [name for name in one if name in LOSSES]

@@ -12,13 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/verl.md")
 pytest.importorskip("mbridge", reason="mbridge is not installed: see docs/verl.md")
 
 from verl_inputs import Batch, Case, Found, Model
-from verl_runs import ACTOR, ENVIRONMENT, MODEL, UNEQUAL, Turns, Unusual, check_equal, check_shared, run_beside
+from verl_runs import (
+    ACTOR, ENVIRONMENT, MODEL, UNEQUAL, Routed, Turns, Unusual, check_equal, check_shared, run_beside,
+)  # fmt: skip
 
 ENGINE = f"{ACTOR}.megatron"
 PLUGIN = "flash_attn_dualkv.integrations.verl.megatron"
@@ -28,6 +31,12 @@ def case(name: str, *overrides: str, **settings: Any) -> Case:
     if "micro" not in settings:
         settings.setdefault("tokens", 200)
     return Case(name, engine="megatron", overrides=overrides, updates=settings.pop("updates", 2), **settings)
+
+
+RECOMPUTED = tuple(
+    f"{ENGINE}.override_transformer_config.recompute_{one}"
+    for one in ("granularity=full", "method=uniform", "num_layers=1")
+)
 
 
 def divided(names: str, size: int = 2) -> tuple[str, ...]:
@@ -46,11 +55,7 @@ EQUAL = [
     case("entropy in the loss", f"{ACTOR}.entropy_coeff=0.1"),
     case("KL in the loss", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"),
     case("rounded up", f"{ENGINE}.pad_to_length=True", f"{ENGINE}.pad_to_length_bucket=64"),
-    case(
-        "recomputed",
-        *(f"{ENGINE}.override_transformer_config.recompute_{one}" for one in ("granularity=full", "method=uniform")),
-        f"{ENGINE}.override_transformer_config.recompute_num_layers=1",
-    ),
+    case("recomputed", *RECOMPUTED),
     case("agents", tokens=400, batch=Turns(responses=4)),
     case("reference", role="ref"),
     case("critic", role="critic", updates=3),
@@ -79,6 +84,52 @@ CONTEXT = [
     ),
     case("context, critic", "critic.megatron.context_parallel_size=2", sp=2, role="critic"),
 ]
+# Routes of experts: recorded by verl's forward (R2), or by the sampler (R3).
+EXPERTS = tuple(
+    f"+{ENGINE}.override_transformer_config.{one}"
+    for one in ("moe_grouped_gemm=False", "persist_layer_norm=False", "moe_router_bias_update_rate=0.0")
+)
+
+
+def routed(name: str, *overrides: str, mode: str = "R2", **settings: Any) -> Case:
+    model = Model("qwen3_moe", experts=4, experts_per_token=2)
+    replay = f"{ENGINE}.router_replay.mode={mode}"
+    return case(f"{mode}, {name}", *EXPERTS, replay, *overrides, model=model, **settings)
+
+
+R3: dict[str, Any] = dict(mode="R3", batch=Routed())
+REPLAYED = [
+    routed("dynamic", updates=3),
+    routed("fixed, v0, several prompts, any order", micro=4, trainer="v0", batch=UNEQUAL),
+    routed("recomputed, several micro-batches", *RECOMPUTED, tokens=100),
+    routed("agents, several micro-batches", tokens=150, batch=Turns(responses=4)),
+    routed("dynamic", updates=3, **R3),
+    routed("fixed, v0", micro=4, trainer="v0", **R3),
+    routed("recomputed, several micro-batches", *RECOMPUTED, tokens=100, **R3),
+    routed("agents", mode="R3", tokens=400, batch=Routed(responses=4, agents=True)),
+    routed("any order", mode="R3", batch=Routed(prompts=3, shuffled=True, trained=0.7)),
+]
+REPLAYED_ON_RANKS = [
+    routed("2 ranks", batch=UNEQUAL),
+    routed("tensor", *divided("tensor"), sp=2),
+    routed("pipeline", *divided("pipeline"), sp=2, tokens=100),
+    routed("2 ranks", mode="R3", batch=Routed(prompts=4)),
+    routed("tensor", *divided("tensor"), sp=2, **R3),
+    routed("pipeline, recomputed", *divided("pipeline"), *RECOMPUTED, sp=2, tokens=100, **R3),
+]
+REPLAYED_IN_CONTEXT = [routed("context", *divided("context"), sp=2), routed("context", *divided("context"), sp=2, **R3)]
+# Samples of one prompt of which one has other routes.
+OTHER_ROUTES = [
+    (routed("one token, in the middle", mode="R3", batch=Routed(prompt_tokens=96, shortest=1.0, other=70)), 1.7),
+    (routed("the first token", mode="R3", batch=Routed(other=0)), 1.3),
+    (routed("fixed", mode="R3", micro=4, batch=Routed(other=3)), 1.3),
+    (
+        routed("prompts alone", f"{MODEL}.shared_prompt_min_shared=", mode="R3",
+               batch=Routed(prompt_tokens=96, shortest=1.0, other=70)), 1.4,
+    ),
+    (routed("nothing is trained", mode="R3", batch=Routed(untrained=True)), 1.3),
+]  # fmt: skip
+VERIFIED_ROUTES = routed("verified", f"{MODEL}.shared_prompt_verify_first_steps=1")
 FALLBACKS = [
     (case("temperatures", batch=Unusual(extra="temperatures")), "temperature"),
     (case("nothing to share", batch=Batch(prompts=8, responses=1)), "ratio"),
@@ -131,6 +182,71 @@ def test_equals_verl_on_two_ranks(two_ranks: dict[str, Found], one: Case) -> Non
 @pytest.mark.parametrize("one", CONTEXT, ids=lambda one: one.name)
 def test_context_parallelism(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case) -> None:
     check_shared(one_rank[one.name], two_ranks[f"ours, {one.name}"])
+
+
+@pytest.fixture(scope="module")
+def replayed() -> dict[str, Found]:
+    cases = [*REPLAYED, *(one for one, _ in OTHER_ROUTES), VERIFIED_ROUTES]
+    return run_beside([*cases, *map(alone, REPLAYED_IN_CONTEXT)], list(map(ours, cases)), **RUN)
+
+
+@pytest.fixture(scope="module")
+def replayed_on_two_ranks() -> dict[str, Found]:
+    return run_beside(REPLAYED_ON_RANKS, list(map(ours, [*REPLAYED_ON_RANKS, *REPLAYED_IN_CONTEXT])), 2, **RUN)
+
+
+def check_replayed(stock: Found, found: Found, least_ratio: float = 1.2) -> None:
+    check_shared(stock, found, least_ratio)
+    for metrics in (*found.infer_metrics, *found.metrics):
+        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+
+
+@pytest.mark.parametrize("one", REPLAYED, ids=lambda one: one.name)
+def test_routes_are_replayed(replayed: dict[str, Found], one: Case) -> None:
+    stock, found = replayed[one.name], replayed[f"ours, {one.name}"]
+    check_replayed(stock, found)
+    assert bool(found.routes) == one.name.startswith("R2")
+    for metrics in (*found.infer_metrics, *found.metrics):
+        assert metrics["shared_prompt/fallback_prompts"] == 0
+
+
+def test_replayed_routes_are_others(replayed: dict[str, Found]) -> None:
+    """Than those that routers find: the cases above could not fail otherwise."""
+    recorded = replayed["R2, dynamic"]
+    sampled = [one.others["routed_experts"] for one in Routed().samples(Model().vocabulary)]
+    assert not all(map(torch.equal, recorded.routes, sampled))
+    difference = replayed["ours, R3, dynamic"].log_probs - replayed["ours, R2, dynamic"].log_probs
+    assert difference.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("one", REPLAYED_ON_RANKS, ids=lambda one: one.name)
+def test_routes_are_replayed_on_two_ranks(replayed_on_two_ranks: dict[str, Found], one: Case) -> None:
+    check_replayed(replayed_on_two_ranks[one.name], replayed_on_two_ranks[f"ours, {one.name}"])
+
+
+@pytest.mark.parametrize("one", REPLAYED_IN_CONTEXT, ids=lambda one: one.name)
+def test_routes_with_context_parallelism(
+    replayed: dict[str, Found], replayed_on_two_ranks: dict[str, Found], one: Case
+) -> None:
+    check_replayed(replayed[one.name], replayed_on_two_ranks[f"ours, {one.name}"])
+
+
+@pytest.mark.parametrize(("one", "least_ratio"), OTHER_ROUTES, ids=lambda one: getattr(one, "name", one))
+def test_samples_with_other_routes(replayed: dict[str, Found], one: Case, least_ratio: float) -> None:
+    """They share the tokens before those alone, which is counted."""
+    found = replayed[f"ours, {one.name}"]
+    check_replayed(replayed[one.name], found, least_ratio)
+    whole = replayed["ours, R3, dynamic"].metrics[0]["shared_prompt/dedup_ratio"]
+    assert found.metrics[0]["shared_prompt/dedup_ratio"] < whole
+    for metrics in (*found.infer_metrics, *found.metrics):
+        assert metrics["shared_prompt/fallback_prompts"] == 1
+
+
+def test_verification_of_replayed_routes(replayed: dict[str, Found]) -> None:
+    found = replayed[f"ours, {VERIFIED_ROUTES.name}"]
+    check_equal(replayed[VERIFIED_ROUTES.name], found)
+    assert found.metrics[0]["shared_prompt/verify_failed"] == 0
+    assert found.metrics[0]["shared_prompt/verify_max_difference"] < 1e-4
 
 
 @pytest.mark.parametrize(("one", "reason"), FALLBACKS, ids=lambda one: getattr(one, "name", one))

@@ -15,6 +15,7 @@ from .attention import SharedPromptAttention, get_gpt_layer_shared_prompt_spec
 from .forward import score_logits, shared_prompt_forward, shared_prompt_values
 from .install import install
 from .params import SharedPackedSeqParams, divided_layout
+from .routes import recorded_routes, replay_routes
 
 __all__ = [
     "SharedPackedSeqParams",
@@ -22,6 +23,8 @@ __all__ = [
     "divided_layout",
     "get_gpt_layer_shared_prompt_spec",
     "install",
+    "recorded_routes",
+    "replay_routes",
     "score_logits",
     "shared_prompt_forward",
     "shared_prompt_values",

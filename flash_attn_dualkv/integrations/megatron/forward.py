@@ -67,7 +67,7 @@ def shared_prompt_forward(
         SharedPromptError: an argument is not as described, or the model is not installed; see `install`.
         SharedPromptLayoutError: an attention layer has not got the layout.
     """
-    layout = _layout_of(model, batch)
+    layout = layout_of(model, batch)
     request = _request(batch, layout, temperature, with_entropy)
     output: Tensor | Scores = _run(
         model, batch, layout, output_processor=score_hidden, output_processor_context=request, **inputs
@@ -88,7 +88,7 @@ def shared_prompt_values(model: nn.Module, batch: PackedBatch, **inputs: Any) ->
     Raises:
         SharedPromptError, SharedPromptLayoutError: see `shared_prompt_forward`; an output of more than one number.
     """
-    layout = _layout_of(model, batch)
+    layout = layout_of(model, batch)
     output: Tensor = _run(model, batch, layout, **inputs)
     if not installed_chunk(model).post_process:
         return output
@@ -99,7 +99,7 @@ def shared_prompt_values(model: nn.Module, batch: PackedBatch, **inputs: Any) ->
     return values if layout is None else _of_all_ranks(values, own, batch, layout)
 
 
-def _layout_of(model: nn.Module, batch: PackedBatch) -> ContextLayout | None:
+def layout_of(model: nn.Module, batch: PackedBatch) -> ContextLayout | None:
     """The batch's layout, divided among the context-parallel ranks, if there are any."""
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     chunk = installed_chunk(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -90,6 +91,17 @@ def position_ids_of(chunk: Any, params: SharedPackedSeqParams) -> Tensor:
     if chunk.position_embedding_type != "mrope":
         return own[None]
     return own[:, None] if own.dim() > 1 else own.expand(3, 1, -1)
+
+
+def replayed_routers(chunk: Any) -> Iterator[tuple[int, Any]]:
+    """Routers of a chunk that record or replay their routes: the number of the layer, from 1, and the object that does.
+
+    That is Megatron's `RouterReplay`, or one of a framework that takes its place.
+    """
+    for module in chunk.decoder.modules():
+        replay = getattr(module, "router_replay", None)
+        if isinstance(module, TopKRouter) and replay is not None:
+            yield module.layer_number, replay
 
 
 def _gpt_model(model: Any) -> Any:
@@ -198,8 +210,21 @@ def _check_inputs(chunk: Any, params: SharedPackedSeqParams, inputs: dict[str, A
         how = f"divided_layout(.., {ranks})" if isinstance(layout, ContextLayout) else f"pad_to_multiple_of={ranks}"
         expected = f"a multiple of the {ranks} tensor-parallel ranks as rows ({how})"
         raise SharedPromptLayoutError(explain("layout", expected, rows))
+    for number, router in replayed_routers(chunk):
+        _check_routes(number, router, rows // (ranks if chunk.config.sequence_parallel else 1))
     if chunk.position_embedding_type in ("mrope", "learned_absolute"):
         _check_positions(chunk, params, inputs.get("position_ids"))
+
+
+def _check_routes(layer_number: int, router: Any, rows: int) -> None:
+    """SharedPromptLayoutError for routes to be replayed that are not those of so many rows of this rank."""
+    action, target = router.router_replay_action, router.target_topk_idx
+    if action is None or action.name != "REPLAY_FORWARD":
+        return
+    got = "none" if target is None else f"of {len(target)}"
+    if target is None or len(target) != rows:
+        expected = f"routes of {rows} rows (replay_routes before each forward)"
+        raise SharedPromptLayoutError(explain(f"router of layer {layer_number}", expected, got))
 
 
 def _check_division(chunk: Any, layout: SharedPromptLayout) -> None:

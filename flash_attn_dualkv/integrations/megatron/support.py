@@ -61,8 +61,6 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
     for name in ("enable_cuda_graph", "external_cuda_graph"):
         if has(name):
             yield name, "False (every micro-batch has another layout)"
-    if has("moe_enable_routing_replay"):
-        yield "moe_enable_routing_replay", "False (routes are recorded by tokens, of which rows share some)"
     if getattr(config, "experimental_attention_variant", None) is not None:
         yield "experimental_attention_variant", "None"
     if has("defer_embedding_wgrad_compute"):

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,15 +15,24 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.megatron.router_replay_patch import RouterReplayAction
+from verl.utils.megatron.router_replay_utils import (
+    align_r3_router_replay_data,
+    build_r3_replay_mask,
+    set_model_router_replay_action,
+)
 from verl.utils.megatron_utils import unwrap_model
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead, transformer_impl
 
+from ...checks import explain
 from ...data.batch import PackedBatch
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..megatron import install as install_in_model
-from ..megatron import shared_prompt_forward, shared_prompt_values
+from ..megatron import recorded_routes, replay_routes, shared_prompt_forward, shared_prompt_values
+from ..megatron.install import replayed_routers
 from ..megatron.support import check_training
+from .kinds import Kinds
 from .micro_batches import packed_batch
 from .sharing import SharedPrompts, register, take_micro_batches
 
@@ -34,6 +45,9 @@ class _SharedPrompts(SharedPrompts):
     engine_config: Any
     optimizer: Any
     param_dtype: torch.dtype
+    mini_layer_topk_idx_list: list[Tensor]
+
+    takes_routes = True
 
     def initialize(self) -> None:
         super().initialize()  # type: ignore[misc]
@@ -96,7 +110,8 @@ class _SharedPrompts(SharedPrompts):
             self._count_stock(micro_batch, found)
             return run_stock(iter([micro_batch]))
         self.statistics.count_shared(found, unread=0)
-        output = self._output(model, found, micro_batch)
+        with self._replay(model, found, micro_batch):
+            output = self._output(model, found, micro_batch)
         return output, functools.partial(postprocess_micro_batch_func, data=micro_batch)
 
     def _batch_of(self, micro_batch: TensorDict) -> PackedBatch | str:
@@ -109,8 +124,44 @@ class _SharedPrompts(SharedPrompts):
         config = self.engine_config
         ranks = config.tensor_model_parallel_size if unwrap_model(self.module[0]).config.sequence_parallel else 1
         bucket = config.pad_to_length_bucket if config.pad_to_length else 1
-        batch = packed_batch(micro_batch, math.lcm(ranks, bucket), self.options, {})
+        batch = packed_batch(micro_batch, math.lcm(ranks, bucket), self.options, {}, self._kinds(micro_batch))
         return batch if self._is_worth_it(batch) else "ratio"
+
+    def _kinds(self, data: TensorDict) -> Kinds | None:
+        found = self._routes_of(data)
+        return None if found is None else Kinds.of(data["input_ids"], *found)
+
+    def _routes_of(self, data: TensorDict) -> tuple[Tensor, Tensor | None] | None:
+        """Recorded routes to be replayed, jagged by sample, and for which tokens; None for all, or without replay."""
+        routes = data.get("routed_experts", None)
+        if routes is None or not tu.get_non_tensor_data(data, "enable_routing_replay", False):
+            return None
+        if self.engine_config.router_replay.mode != "R3":
+            return routes, None
+        tokens = data["input_ids"]
+        return align_r3_router_replay_data(routes, tokens), build_r3_replay_mask(tokens, data["response_mask"])
+
+    @contextlib.contextmanager
+    def _replay(self, model: Any, batch: PackedBatch, micro_batch: TensorDict) -> Iterator[None]:
+        """Around a forward what verl's does with the routers of its chunk: by their action they record or replay."""
+        chunk = unwrap_model(model)
+        action = next((router.router_replay_action for _, router in replayed_routers(chunk)), None)
+        replays = action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
+        if replays:
+            found = self._routes_of(micro_batch)
+            if found is None:
+                expected = "routes to be replayed, which compute_log_prob (R2) or the rollout (R3) has recorded"
+                raise SharedPromptError(explain("routed_experts", expected, None))
+            routes, replayed = (None if one is None else one.values().to(batch.input_ids.device) for one in found)
+            replay_routes(model, batch, routes, replayed)
+            set_model_router_replay_action(chunk, RouterReplayAction.REPLAY_FORWARD)
+        yield
+        if tu.get_non_tensor_data(micro_batch, "record_r2_routes", False):
+            routes = recorded_routes(model, batch).to("cpu", torch.int16)
+            offsets = batch.jagged_offsets.cpu()
+            self.mini_layer_topk_idx_list.append(torch.nested.nested_tensor_from_jagged(routes, offsets))
+        if replays:  # what recomputes a layer in the backward takes the routes of its own forward
+            set_model_router_replay_action(chunk, RouterReplayAction.REPLAY_BACKWARD)
 
     def _output(self, model: Any, batch: PackedBatch, micro_batch: TensorDict) -> Any:
         """As verl's model has it: on the last stage jagged by sample, on others what the next one needs."""

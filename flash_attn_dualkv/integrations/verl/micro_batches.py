@@ -24,6 +24,7 @@ from ...layout import SharedPromptLayout
 from ..fallback import Options
 from ..transformers.support import is_mark_of_text
 from ..turns import deeper_tree, pack_deeper
+from .kinds import Kinds
 
 # Where nodes begin in each sample of a micro-batch whose tokens were counted, as those of its whole
 # mini-batch do; nothing where prompts alone are shared.
@@ -96,13 +97,16 @@ def images_of(data: TensorDict) -> dict[str, list[Tensor | None]]:
     return {name: [one.get(name) for one in media] for name in names}
 
 
-def why_not(data: TensorDict, apart: Sequence[int] = (), takes_images: bool = False) -> str | None:
+def why_not(
+    data: TensorDict, apart: Sequence[int] = (), takes_images: bool = False, takes_routes: bool = False
+) -> str | None:
     """What in the samples cannot be shared, if anything.
 
     Args:
         data: of verl.
         apart: samples that do not count, because they get micro-batches of their own.
         takes_images: whether samples with images can be shared.
+        takes_routes: whether routes of experts can be recorded and replayed.
     """
     if "prompts" not in data:
         return "no_prompts"  # of verl's SFT trainer
@@ -115,7 +119,7 @@ def why_not(data: TensorDict, apart: Sequence[int] = (), takes_images: bool = Fa
     distills = any(tu.get_non_tensor_data(data, key, False) for key in ("distillation_use_topk", "distillation_only"))
     if distills and tu.get_non_tensor_data(data, "use_fused_kernels", False):
         return "distillation"  # a fused head makes no logits
-    if "routed_experts" in data or tu.get_non_tensor_data(data, "enable_routing_replay", False):
+    if tu.get_non_tensor_data(data, "enable_routing_replay", False) and not takes_routes:
         return "routing_replay"
     if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
         return "forced_groups"
@@ -194,14 +198,29 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
 
 
 def packed_batch(
-    micro_batch: TensorDict, multiple: int, options: Options, images: dict[str, list[Tensor | None]]
+    micro_batch: TensorDict,
+    multiple: int,
+    options: Options,
+    images: dict[str, list[Tensor | None]],
+    kinds: Kinds | None = None,
 ) -> PackedBatch:
-    """A micro-batch's samples, by the borders that it has, else by what is best for it alone."""
+    """A micro-batch's samples, by the borders that it has, else by what is best for it alone.
+
+    `kinds`: which tokens may share a row; None: equal ones.
+    """
+    if kinds is not None:
+        return kinds.restored(_packed(micro_batch, kinds.ids, multiple, options, images))
+    return _packed(micro_batch, micro_batch["input_ids"], multiple, options, images)
+
+
+def _packed(
+    micro_batch: TensorDict, ids: Tensor, multiple: int, options: Options, images: dict[str, list[Tensor | None]]
+) -> PackedBatch:
     borders = tu.get_non_tensor_data(micro_batch, BORDERS, None)
-    sequences = micro_batch["input_ids"].unbind()
+    sequences = ids.unbind()
     if not borders:
         batch = pack_jagged(
-            micro_batch["input_ids"],
+            ids,
             prompt_lengths(micro_batch),
             pad_to_multiple_of=multiple,
             max_responses_per_group=options.max_responses_per_group,
@@ -242,7 +261,12 @@ class Grouped:
 
 
 def grouped_micro_batches(
-    data: TensorDict, dp_group: Any, options: Options, reason: str | None, apart: Sequence[int] = ()
+    data: TensorDict,
+    dp_group: Any,
+    options: Options,
+    reason: str | None,
+    apart: Sequence[int] = (),
+    kinds: Kinds | None = None,
 ) -> Grouped | None:
     """Micro-batches by unique tokens; None where verl's own are to be used, on all ranks alike.
 
@@ -252,6 +276,7 @@ def grouped_micro_batches(
         options: of the engine.
         reason: why nothing of it can be shared, if so.
         apart: samples that come last, in micro-batches of their own where these are dynamic.
+        kinds: see `packed_batch`.
     """
     groups: list[list[int]] = []
     singles = [[index] for index in apart]
@@ -259,7 +284,8 @@ def grouped_micro_batches(
     wants = False
     lengths = Lengths.of(data) if reason is None else Lengths([], [])
     if reason is None:
-        sequences = [*data["input_ids"].cpu().unbind()]
+        ids = data["input_ids"] if kinds is None else kinds.ids
+        sequences = [*ids.cpu().unbind()]
         prompts = [whole[:count] for whole, count in zip(sequences, lengths.prompts)]
         groups = _groups(prompts, images_of(data), options, set(apart))
         shared = [index for group in groups for index in group]

@@ -17,8 +17,9 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import EngineRegistry
 
 from ...data.batch import PackedBatch
-from ..fallback import VERL_REASONS, Options, Verification, kernels_refusal
+from ..fallback import PREFIX, VERL_REASONS, Options, Verification, kernels_refusal
 from ..replacing import replace_once
+from .kinds import Kinds
 from .micro_batches import Lengths, grouped_micro_batches, why_not
 from .statistics import Statistics
 from .verify import run_both
@@ -36,6 +37,7 @@ class SharedPrompts:
     model_config: Any
 
     config: Any  # of transformers, what the kernels are asked about
+    takes_routes = False  # of experts, to record and replay
     shares = True  # unless verl's own path is to run
     refusal_now: str | None = None  # why the model cannot be shared in the call that runs
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
@@ -57,6 +59,10 @@ class SharedPrompts:
     def _takes_images(self, data: TensorDict) -> bool:
         """Whether the model is exact with the images of these samples in shared prompts; it says why not."""
         return False
+
+    def _kinds(self, data: TensorDict) -> Kinds | None:
+        """Which tokens of these samples may share a row; None: equal ones."""
+        return None
 
     def _apart(self, data: TensorDict) -> Sequence[int]:
         """Samples that get micro-batches of their own."""
@@ -135,12 +141,20 @@ class SharedPrompts:
         self.statistics.count_stock(Lengths.of(micro_batch), reason)
         self._announce(f"micro-batches run on verl's own path where this holds ({reason}): {VERL_REASONS[reason]}")
 
+    def _count_divided(self, prompts: int) -> None:
+        self.statistics.divided += prompts
+        if prompts:
+            self._announce(
+                "samples of a prompt share it up to the first token whose recorded routes differ "
+                f"(of {prompts} prompts in this call; see {PREFIX}/fallback_prompts)"
+            )
+
     def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
         if not self.shares:
             return "verification"
         if self.refusal_now is not None:
             return "model"
-        reason = why_not(data, apart, self._takes_images(data))
+        reason = why_not(data, apart, self._takes_images(data), self.takes_routes)
         return reason or (self._kernels_lack() if get_device_name() == "cuda" else None)
 
     def _kernels_lack(self) -> str | None:
@@ -156,7 +170,11 @@ class SharedPrompts:
         """Micro-batches and their samples' indices, as verl's function gives them."""
         self.budget = None
         apart = self._apart(data)
-        found = grouped_micro_batches(data, dp_group, self.options, self._why_not(data, apart), apart)
+        reason = self._why_not(data, apart)
+        kinds = self._kinds(data) if reason is None else None
+        if kinds is not None:
+            self._count_divided(kinds.divided_prompts(Lengths.of(data).prompts))
+        found = grouped_micro_batches(data, dp_group, self.options, reason, apart, kinds)
         if found is None:
             return stock()
         self.budget, self.order = found.budget, found.order or []

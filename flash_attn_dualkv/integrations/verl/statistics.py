@@ -21,6 +21,7 @@ class Statistics:
 
     def begin(self) -> None:
         self.tally = Tally()
+        self.divided = 0  # prompts of which samples have other routes of experts
         self.pairs = 0
 
     def count_shared(self, batch: PackedBatch, unread: int) -> None:
@@ -44,6 +45,7 @@ class Statistics:
             "mfu_executed": self._mfu(seconds, forward_only),
             "micro_batches": tally.calls,
             "fallback_micro_batches": tally.fallbacks.total(),
+            "fallback_prompts": self.divided,
         }
         found |= {f"fallback/{reason}": tally.fallbacks[reason] for reason in VERL_REASONS}
         return {f"{PREFIX}/{name}": [float(value)] for name, value in found.items()}

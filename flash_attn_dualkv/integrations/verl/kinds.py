@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Equal tokens that must not share a row, because their recorded routes of experts differ.
+
+What samples have in common is found by the kinds of their tokens, and the tokens come back when a micro-batch is packed.
+So samples share what they begin with, up to the first token whose routes differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checks import explain
+from ...data.batch import IGNORED_LABEL, PackedBatch
+from ...data.pack import group_by_prompt
+from ...errors import SharedPromptError
+from ...host import take
+
+_CHUNK = 1 << 15  # tokens whose routes are widened to 64 bits at a time
+
+
+class Kinds(NamedTuple):
+    """Of all tokens of a batch.
+
+    Attributes:
+        ids: nested (B, L_i) int64, the kind of each token, from 0.
+        tokens: (kinds,) int64, the token of each kind.
+    """
+
+    ids: Tensor
+    tokens: Tensor
+
+    @staticmethod
+    def of(input_ids: Tensor, routes: Tensor, replayed: Tensor | None = None) -> Kinds:
+        """Tokens are of one kind if they are equal and have the same experts in all layers, in the same order.
+
+        Args:
+            input_ids: nested (B, L_i).
+            routes: nested (B, L_i, layers, k).
+            replayed: nested (B, L_i) bool, which of them count; tokens without are of one kind if they are equal.
+
+        Raises:
+            SharedPromptError: the routes are not those of as many tokens.
+        """
+        tokens = input_ids.values().long()
+        if not torch.equal(routes.offsets().diff().cpu(), input_ids.offsets().diff().cpu()):
+            expected = f"routes of the {len(tokens)} tokens of all samples"
+            raise SharedPromptError(explain("routed_experts", expected, f"of {len(routes.values())}"))
+        values = routes.values().to(tokens.device).flatten(1)
+        if replayed is not None:
+            values = values.masked_fill(~replayed.values().to(tokens.device)[:, None], -1)
+        kinds, examples = _numbered(tokens, values)
+        return Kinds(torch.nested.nested_tensor_from_jagged(kinds, input_ids.offsets()), take(tokens, examples))
+
+    def restored(self, batch: PackedBatch) -> PackedBatch:
+        """A batch that was packed from `ids`, with the tokens."""
+        labels = batch.row_labels
+        return replace(
+            batch,
+            input_ids=take(self.tokens, batch.input_ids),
+            targets=take(self.tokens, batch.targets),
+            row_labels=take(self.tokens, labels.clamp(min=0)).where(labels >= 0, IGNORED_LABEL),
+            max_token=int(self.tokens.max()),
+        )
+
+    def divided_prompts(self, prompt_lens: Sequence[int]) -> int:
+        """How many prompts have samples that differ in the kinds of their tokens."""
+        kinds = [ids[:length] for ids, length in zip(self.ids.unbind(), prompt_lens, strict=True)]
+        of_kinds, of_tokens = group_by_prompt(kinds), group_by_prompt([take(self.tokens, one) for one in kinds])
+        firsts = {index: group[0] for group in of_kinds for index in group}
+        return sum(len({firsts[index] for index in group}) > 1 for group in of_tokens)
+
+
+def _numbered(tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers from 0, equal for equal tokens with equal values, and the place of a token with each number.
+
+    Args:
+        tokens: (n,) int64.
+        values: (n, m) integers.
+
+    By random sums that all values are compared with afterwards: sorting rows of hundreds of values takes far longer.
+    """
+    parts = range(0, len(tokens), _CHUNK)
+    places = torch.arange(len(tokens), device=tokens.device)
+    for seed in itertools.count():
+        source = torch.Generator().manual_seed(seed)  # the same on all ranks
+        factors = torch.randint(-(2**63), 2**63 - 1, (values.shape[1] + 1,), generator=source).to(tokens.device)
+        sums = torch.cat([(values[at : at + _CHUNK].long() * factors[1:]).sum(1) for at in parts])
+        _, numbers = (sums + tokens * factors[0]).unique(return_inverse=True)
+        examples = places.new_zeros(int(numbers.max()) + 1).scatter_(0, numbers, places)
+        same = take(examples, numbers)
+        if torch.equal(take(tokens, same), tokens) and all(
+            torch.equal(values.index_select(0, same[at : at + _CHUNK]), values[at : at + _CHUNK]) for at in parts
+        ):
+            return numbers, examples
+    raise AssertionError("unreachable")
