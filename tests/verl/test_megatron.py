@@ -20,7 +20,16 @@ pytest.importorskip("mbridge", reason="mbridge is not installed: see docs/verl.m
 
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import (
-    ACTOR, ENVIRONMENT, MODEL, UNEQUAL, Routed, Turns, Unusual, check_equal, check_shared, run_beside,
+    ACTOR,
+    ENVIRONMENT,
+    MODEL,
+    UNEQUAL,
+    Routed,
+    Turns,
+    Unusual,
+    check_equal,
+    check_shared,
+    run_beside,
 )  # fmt: skip
 
 ENGINE = f"{ACTOR}.megatron"
@@ -109,12 +118,15 @@ REPLAYED = [
     routed("agents", mode="R3", tokens=400, batch=Routed(responses=4, agents=True)),
     routed("any order", mode="R3", batch=Routed(prompts=3, shuffled=True, trained=0.7)),
 ]
+# Where tensor-parallel ranks divide experts, gloo gathers equal parts only, and verl gives padding of sequences one expert
+# twice: so there is none, of even lengths.
+EVEN = Batch(shortest=1.0)
 REPLAYED_ON_RANKS = [
     routed("2 ranks", batch=UNEQUAL),
-    routed("tensor", *divided("tensor"), sp=2),
+    routed("tensor", *divided("tensor"), sp=2, tokens=400, batch=EVEN),
     routed("pipeline", *divided("pipeline"), sp=2, tokens=100),
     routed("2 ranks", mode="R3", batch=Routed(prompts=4)),
-    routed("tensor", *divided("tensor"), sp=2, **R3),
+    routed("tensor", *divided("tensor"), mode="R3", sp=2, tokens=400, batch=Routed(shortest=1.0)),
     routed("pipeline, recomputed", *divided("pipeline"), *RECOMPUTED, sp=2, tokens=100, **R3),
 ]
 REPLAYED_IN_CONTEXT = [routed("context", *divided("context"), sp=2), routed("context", *divided("context"), sp=2, **R3)]

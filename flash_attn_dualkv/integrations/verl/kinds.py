@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Equal tokens that must not share a row, because their recorded routes of experts differ.
 
-What samples have in common is found by the kinds of their tokens, and the tokens come back when a micro-batch is packed.
+What samples have in common is found by the kinds of their tokens; the tokens come back when a micro-batch is packed.
 So samples share what they begin with, up to the first token whose routes differ.
 """
 
