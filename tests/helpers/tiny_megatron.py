@@ -177,7 +177,7 @@ def tree() -> tuple[Sequences, PackedBatch]:
     ]  # fmt: skip
     masks = [[int(place > 0 and place % 4 != 1) for place in range(len(one))] for one in tokens]
     sequences = Sequences(tokens, masks)
-    return sequences, sequences.pack(pad_to_multiple_of=4)
+    return sequences, sequences.pack(pad_to_multiple_of=4, min_shared=1)
 
 
 def weights_of(count: int) -> Tensor:

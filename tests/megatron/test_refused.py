@@ -47,7 +47,7 @@ def chunk(kind: str = KIND, **settings: Any) -> Any:
 SETTINGS: list[tuple[str, Any]] = [
     ("hybrid_context_parallel", True), ("qk_clip", True), ("log_max_attention_logit", True),
     ("fp8_dot_product_attention", True), ("fp8_multi_head_attention", True), ("mtp_num_layers", 1),
-    ("cuda_graph_impl", "local"), ("enable_cuda_graph", True), ("moe_enable_routing_replay", True),
+    ("cuda_graph_impl", "local"), ("enable_cuda_graph", True),
     ("experimental_attention_variant", "dsa"), ("defer_embedding_wgrad_compute", True),
     ("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("window_size", (4, 4)),
 ]  # fmt: skip
