@@ -30,6 +30,34 @@ class _CudaIsCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _to_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Megatron's own makes arrays of what comes from a GPU alone, and wants them as sizes of what ranks exchange."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _all_gather(parts: list[Any], own: Any, group: Any = None, **options: Any) -> Any:
+    """gloo's gathers equal parts only; ranks that divide experts and their matrices have other numbers of rows."""
+    if len({part.shape for part in parts}) == 1:
+        return _stock_all_gather(parts, own, group=group, **options)
+    for rank, part in enumerate(parts):
+        if rank == torch.distributed.get_rank(group):
+            part.copy_(own)
+        torch.distributed.broadcast(part, group=group, group_src=rank)
+
+
+def _reduce_scatter(output: Any, parts: list[Any], group: Any = None, **options: Any) -> Any:
+    if len({part.shape for part in parts}) == 1:
+        return _stock_reduce_scatter(output, parts, group=group, **options)
+    for rank, part in enumerate(parts):
+        total = part.clone()
+        torch.distributed.all_reduce(total, group=group)
+        if rank == torch.distributed.get_rank(group):
+            output.copy_(total)
+
+
+_stock_all_gather, _stock_reduce_scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter
+
+
 def _on_cpu(function: Any, *args: Any) -> Any:
     with _CudaIsCpu():
         return function(*args)
@@ -58,6 +86,7 @@ def without_a_gpu() -> Iterator[None]:
     """What Megatron asks of PyTorch and its own functions that need a GPU."""
     from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     state = torch.get_rng_state()
     cuda = dict(
@@ -68,6 +97,8 @@ def without_a_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.cuda.random, "get_rng_state", lambda *_, **__: state))
+        stack.enter_context(patch.multiple(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
+        stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
         stack.enter_context(_CudaIsCpu())
         # Recomputation in a backward is outside of modes.
@@ -101,12 +132,13 @@ def local_norms() -> Iterator[None]:
 
 @contextlib.contextmanager
 def megatron_on_the_cpu(
-    tensor: int = 1, pipeline: int = 1, virtual: int | None = None, context: int = 1
+    tensor: int = 1, pipeline: int = 1, virtual: int | None = None, context: int = 1, **experts: int
 ) -> Iterator[None]:
     """Megatron's parallel state for this process, in the default group or in one of its own, and its random numbers.
 
     Args:
         tensor, pipeline, virtual, context: sizes of tensor, pipeline, virtual pipeline and context parallelism.
+        experts: what else Megatron's function takes, `expert_model_parallel_size` for one.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -116,7 +148,7 @@ def megatron_on_the_cpu(
         if own:
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel(tensor, pipeline, virtual, context_parallel_size=context)
+        parallel_state.initialize_model_parallel(tensor, pipeline, virtual, context_parallel_size=context, **experts)
         random.model_parallel_cuda_manual_seed(1)
         try:
             yield

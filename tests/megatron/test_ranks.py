@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensor, sequence, pipeline and data parallelism with Megatron's own schedules, against one process and no sharing."""
+"""Tensor, sequence, pipeline, expert and data parallelism with Megatron's own schedules, against one process alone."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Setup:
     virtual: int | None = None
     sequence: bool = False
     context: int = 1
+    experts: dict[str, int] = field(default_factory=dict)  # sizes of their own
     loss: str = "mean"  # how Megatron takes losses: by micro-batch, by micro-batch with its tokens, or by token
     distributed: bool = False  # the gradients of a distributed optimizer
     config: dict[str, Any] = field(default_factory=dict)
@@ -50,6 +51,17 @@ SETUPS = {
     "tp 4, sp, fewer groups": Setup("query groups of 1", 4, sequence=True),
     "pp 2, vpp 2, dp 2": Setup("windows and full", 1, 2, 2, distributed=True),
     "tp 2, sp, experts": Setup("experts, sigmoid, shared", 2, sequence=True),
+    "ep 2, dp 2": Setup("experts", experts=dict(expert_model_parallel_size=2)),
+    "ep 4, expert bias": Setup("experts, sigmoid, shared", experts=dict(expert_model_parallel_size=4)),
+    "ep 2, pp 2, latent": Setup("latent, yarn, experts", pipeline=2, experts=dict(expert_model_parallel_size=2)),
+    "ep 2, tp 2, sp": Setup(
+        "experts, sigmoid, shared", 2, sequence=True,
+        experts=dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+    ),
+    "ep 2, tp 2, sp, divided experts": Setup(
+        "experts", 2, sequence=True, experts=dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    ),
+    "ep 2, cp 2": Setup("experts", context=2, experts=dict(expert_model_parallel_size=2)),
     "tp 2, sp, pp 2, latent": Setup("latent, yarn", 2, 2, sequence=True),
     "tp 2, pp 2, latent": Setup("latent, yarn", 2, 2),
     "tied, tp 2, pp 2": Setup("tied", 2, 2),
@@ -126,8 +138,12 @@ def _divisor(setup: Setup, tokens: int) -> int:
 
 def _run_rank(rank: int, setups: dict[str, Setup], results: Any) -> None:
     for name, setup in setups.items():
-        with megatron_on_the_cpu(setup.tensor, setup.pipeline, setup.virtual, setup.context):
-            results[rank, name] = _step(setup, [make()[1] for make in MICRO_BATCHES], partial(_score_shared, setup))
+        with megatron_on_the_cpu(setup.tensor, setup.pipeline, setup.virtual, setup.context, **setup.experts):
+            # Ranks that exchange rows of their experts have different ones.
+            step = -1 if setup.experts and parallel_state.get_data_parallel_rank() % 2 else 1
+            batches = [make()[1] for make in MICRO_BATCHES[::step]]
+            found = _step(setup, batches, partial(_score_shared, setup))
+            results[rank, name] = {**found, "logps": found["logps"][::step]}
             if "latent" in setup.kind and setup.tensor > 1:
                 results[rank, name, "stock"] = _step(setup, _sequences_with_weights(setup.tensor), _score_stock)
 
@@ -137,7 +153,7 @@ def _step(setup: Setup, micro_batches: list[Any], score: Any) -> dict[str, Any]:
     config = tiny_config(
         setup.kind, tensor_model_parallel_size=setup.tensor, pipeline_model_parallel_size=setup.pipeline,
         virtual_pipeline_model_parallel_size=setup.virtual, sequence_parallel=setup.sequence,
-        context_parallel_size=setup.context,
+        context_parallel_size=setup.context, **setup.experts,
         variable_seq_lengths=setup.pipeline > 1, batch_p2p_comm=False, overlap_p2p_comm=bool(setup.virtual),
         **setup.config,
     )  # fmt: skip
@@ -242,12 +258,16 @@ def _global_name(chunk: Any, name: str) -> str:
     parts = name.split(".")
     if parts[0] == "decoder" and parts[1] == "layers":
         parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+        parts[place] = str(int(parts[place]) + rank * chunk.config.num_moe_experts // ranks)
     return ".".join(parts)
 
 
 def _fill_share(name: str, parameter: Tensor) -> None:
     """Other values on every rank, where the ranks have parts."""
-    rank = parallel_state.get_tensor_model_parallel_rank() if _part_dim(name, parameter) is not None else 0
+    rank = _group_of_parts(name).rank() if _part_dim(name, parameter) is not None else 0
     # The copy of tied embeddings on the last stage.
     tiny.fill("embedding.word_embeddings.weight" if name == "output_layer.weight" else name, parameter, rank)
 
@@ -259,13 +279,20 @@ def _part_dim(name: str, parameter: Tensor) -> int | None:
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
+def _group_of_parts(name: str) -> Any:
+    if "local_experts" in name:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
 def _whole(name: str, parameter: Tensor, value: Tensor) -> Tensor:
     """The parts of all tensor-parallel ranks."""
     dim = _part_dim(name, parameter)
     if dim is None:
         return value.clone()
-    parts = [torch.empty_like(value) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-    torch.distributed.all_gather(parts, value.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    group = _group_of_parts(name)
+    parts = [torch.empty_like(value) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, value.contiguous(), group=group)
     if "linear_fc1" in name:  # gates and values, each in parts
         halves = zip(*(one.chunk(2) for one in parts))
         return torch.cat([torch.cat(half) for half in halves])

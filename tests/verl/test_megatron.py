@@ -118,25 +118,22 @@ REPLAYED = [
     routed("agents", mode="R3", tokens=400, batch=Routed(responses=4, agents=True)),
     routed("any order", mode="R3", batch=Routed(prompts=3, shuffled=True, trained=0.7)),
 ]
-# Where tensor-parallel ranks divide experts, gloo gathers equal parts only, and verl gives padding of sequences one expert
-# twice: so there is none, of even lengths.
-EVEN = Batch(shortest=1.0)
 REPLAYED_ON_RANKS = [
     routed("2 ranks", batch=UNEQUAL),
-    routed("tensor", *divided("tensor"), sp=2, tokens=400, batch=EVEN),
+    routed("tensor", *divided("tensor"), sp=2),
     routed("pipeline", *divided("pipeline"), sp=2, tokens=100),
     routed("2 ranks", mode="R3", batch=Routed(prompts=4)),
-    routed("tensor", *divided("tensor"), mode="R3", sp=2, tokens=400, batch=Routed(shortest=1.0)),
+    routed("tensor", *divided("tensor"), sp=2, **R3),
     routed("pipeline, recomputed", *divided("pipeline"), *RECOMPUTED, sp=2, tokens=100, **R3),
 ]
 REPLAYED_IN_CONTEXT = [routed("context", *divided("context"), sp=2), routed("context", *divided("context"), sp=2, **R3)]
 # Samples of one prompt of which one has other routes.
 OTHER_ROUTES = [
-    (routed("one token, in the middle", mode="R3", batch=Routed(prompt_tokens=96, shortest=1.0, other=70)), 1.7),
+    (routed("one token, in the middle", mode="R3", tokens=800, batch=Routed(prompt_tokens=96, shortest=1.0, other=70)), 1.7),
     (routed("the first token", mode="R3", batch=Routed(other=0)), 1.3),
     (routed("fixed", mode="R3", micro=4, batch=Routed(other=3)), 1.3),
     (
-        routed("prompts alone", f"{MODEL}.shared_prompt_min_shared=", mode="R3",
+        routed("prompts alone", f"{MODEL}.shared_prompt_min_shared=", mode="R3", tokens=800,
                batch=Routed(prompt_tokens=96, shortest=1.0, other=70)), 1.4,
     ),
     (routed("nothing is trained", mode="R3", batch=Routed(untrained=True)), 1.3),
