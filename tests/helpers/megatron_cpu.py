@@ -43,6 +43,7 @@ def _all_gather(parts: list[Any], own: Any, group: Any = None, **options: Any) -
         if rank == torch.distributed.get_rank(group):
             part.copy_(own)
         torch.distributed.broadcast(part, group=group, group_src=rank)
+    return None
 
 
 def _reduce_scatter(output: Any, parts: list[Any], group: Any = None, **options: Any) -> Any:
@@ -53,6 +54,7 @@ def _reduce_scatter(output: Any, parts: list[Any], group: Any = None, **options:
         torch.distributed.all_reduce(total, group=group)
         if rank == torch.distributed.get_rank(group):
             output.copy_(total)
+    return None
 
 
 _stock_all_gather, _stock_reduce_scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter

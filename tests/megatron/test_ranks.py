@@ -260,8 +260,8 @@ def _global_name(chunk: Any, name: str) -> str:
         parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
-        ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
-        parts[place] = str(int(parts[place]) + rank * chunk.config.num_moe_experts // ranks)
+        group = parallel_state.get_expert_model_parallel_group()
+        parts[place] = str(int(parts[place]) + group.rank() * chunk.config.num_moe_experts // group.size())
     return ".".join(parts)
 
 

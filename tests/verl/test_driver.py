@@ -203,6 +203,14 @@ def samples(**given: Any) -> TensorDict:
     return data
 
 
+def test_replayed_routes_are_for_who_takes_them() -> None:
+    given: dict[str, Any] = dict(position_ids=of_text(4, 3, 4), prompts=torch.ones(2, 3))
+    data = samples(**given, enable_routing_replay=True, routed_experts=jagged([torch.zeros(3), torch.zeros(4)]))
+    assert (why_not(data), why_not(data, takes_routes=True)) == ("routing_replay", None)
+    # Those of the sampler that nobody replays.
+    assert why_not(samples(**given, routed_experts=data["routed_experts"])) is None
+
+
 @pytest.mark.parametrize("reason", [None, *REFUSED])
 def test_what_in_the_samples_is_left_to_verl(reason: str | None) -> None:
     given: dict[str, Any] = dict(position_ids=of_text(4, 3, 4), distillation_use_topk=True, force_group_size=1)

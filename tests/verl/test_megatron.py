@@ -18,6 +18,7 @@ pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/verl.md")
 pytest.importorskip("mbridge", reason="mbridge is not installed: see docs/verl.md")
 
+from tensordict import TensorDict
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import (
     ACTOR,
@@ -128,16 +129,14 @@ REPLAYED_ON_RANKS = [
 ]
 REPLAYED_IN_CONTEXT = [routed("context", *divided("context"), sp=2), routed("context", *divided("context"), sp=2, **R3)]
 # Samples of one prompt of which one has other routes.
+LONG = Routed(prompt_tokens=96, shortest=1.0, other=70)
 OTHER_ROUTES = [
-    (routed("one token, in the middle", mode="R3", tokens=800, batch=Routed(prompt_tokens=96, shortest=1.0, other=70)), 1.7),
+    (routed("one token, in the middle", mode="R3", tokens=800, batch=LONG), 1.7),
     (routed("the first token", mode="R3", batch=Routed(other=0)), 1.3),
     (routed("fixed", mode="R3", micro=4, batch=Routed(other=3)), 1.3),
-    (
-        routed("prompts alone", f"{MODEL}.shared_prompt_min_shared=", mode="R3", tokens=800,
-               batch=Routed(prompt_tokens=96, shortest=1.0, other=70)), 1.4,
-    ),
+    (routed("prompts alone", f"{MODEL}.shared_prompt_min_shared=", mode="R3", tokens=800, batch=LONG), 1.4),
     (routed("nothing is trained", mode="R3", batch=Routed(untrained=True)), 1.3),
-]  # fmt: skip
+]
 VERIFIED_ROUTES = routed("verified", f"{MODEL}.shared_prompt_verify_first_steps=1")
 FALLBACKS = [
     (case("temperatures", batch=Unusual(extra="temperatures")), "temperature"),
@@ -282,6 +281,17 @@ def test_verification(one_rank: dict[str, Found]) -> None:
         assert 0 < metrics["shared_prompt/verify_max_difference"] < 1e-4
         assert metrics["shared_prompt/verify_grad_norm_difference"] < 1e-4
     assert "shared_prompt/verify_failed" not in found.metrics[2]
+
+
+def test_routes_that_nobody_has_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As verl's own engine has it, an update of R2 without them is an error."""
+    engines = importlib.import_module(PLUGIN)
+    router = SimpleNamespace(router_replay_action=engines.RouterReplayAction.REPLAY_FORWARD)
+    monkeypatch.setattr(engines, "replayed_routers", lambda chunk: [(1, router)])
+    engine: Any = object.__new__(engines.SharedPromptMegatronEngine)
+    forward = engine._replay(torch.nn.Identity(), None, TensorDict({}, batch_size=2))
+    with pytest.raises(ValueError, match="routed_experts: expected routes .*R2.*R3.* got None"), forward:
+        pass
 
 
 REFUSED = [
