@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Kinds(NamedTuple):
     tokens: Tensor
 
     @staticmethod
-    def of(input_ids: Tensor, routes: Tensor, replayed: Tensor | None = None) -> Kinds:
+    def of(input_ids: Any, routes: Any, replayed: Tensor | None = None) -> Kinds:
         """Tokens are of one kind if they are equal and have the same experts in all layers, in the same order.
 
         Args:

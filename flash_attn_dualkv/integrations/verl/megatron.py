@@ -152,8 +152,8 @@ class _SharedPrompts(SharedPrompts):
             if found is None:
                 expected = "routes to be replayed, which compute_log_prob (R2) or the rollout (R3) has recorded"
                 raise SharedPromptError(explain("routed_experts", expected, None))
-            routes, replayed = (None if one is None else one.values().to(batch.input_ids.device) for one in found)
-            replay_routes(model, batch, routes, replayed)
+            values: list[Any] = [None if one is None else one.values().to(batch.input_ids.device) for one in found]
+            replay_routes(model, batch, *values)
             set_model_router_replay_action(chunk, RouterReplayAction.REPLAY_FORWARD)
         yield
         if tu.get_non_tensor_data(micro_batch, "record_r2_routes", False):
