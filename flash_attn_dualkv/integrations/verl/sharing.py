@@ -145,8 +145,8 @@ class SharedPrompts:
         self.statistics.divided += prompts
         if prompts:
             self._announce(
-                "samples of a prompt share it up to the first token whose recorded routes differ "
-                f"(of {prompts} prompts in this call; see {PREFIX}/fallback_prompts)"
+                "samples of a prompt share it up to the first token whose recorded routes differ; "
+                f"{PREFIX}/fallback_prompts counts these prompts"
             )
 
     def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
