@@ -31,8 +31,9 @@ from . import checks
 from ._command import CommandLine, add_group, name_or_values, number, spread
 
 FLOPS_PER_PAIR = 4  # two products of head_dim multiply-adds each: Q K^T and P V
-# Operations of each direction over those of the forward. Attention's backward has five products instead of two, since S
-# is computed again; that of a linear layer one for its input's gradient and one for its weight's.
+# Operations of each direction over those of the forward. Attention's backward has five products
+# instead of two, since S is computed again; that of a linear layer one for its input's gradient and
+# one for its weight's.
 ATTENTION_FACTORS = {"forward": 1.0, "backward": 2.5}
 TOKEN_FACTORS = {"forward": 1.0, "backward": 2.0}
 DIRECTIONS = tuple(ATTENTION_FACTORS)

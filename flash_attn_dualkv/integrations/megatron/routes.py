@@ -102,7 +102,7 @@ def recorded_routes(model: nn.Module, batch: PackedBatch) -> Tensor:
 
 
 def _layers_with_experts(config: Any) -> Sequence[int]:
-    """Of the whole model, from 0."""
+    """Layers of the whole model that have experts, from 0."""
     pattern = config.moe_layer_freq
     if isinstance(pattern, int):
         return range(0, config.num_layers, pattern)
@@ -110,7 +110,7 @@ def _layers_with_experts(config: Any) -> Sequence[int]:
 
 
 def _own_rows(chunk: Any, layout: ContextLayout | None, values: Tensor) -> Tensor:
-    """Of the values of all rows those of this rank's."""
+    """This rank's part of the values of all rows."""
     own = values if layout is None else layout.shard(values)
     group = chunk.pg_collection.tp
     return own.chunk(group.size())[group.rank()] if chunk.config.sequence_parallel else own

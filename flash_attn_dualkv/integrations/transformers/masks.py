@@ -203,7 +203,7 @@ def deferred_mask(
     if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
         return DeferredMask(sdpa_mask, arguments)
     mask = sdpa_mask(**arguments)
-    # Layers with the keys of others may get the last rows alone: None would be causal from the first.
+    # Layers with others' keys may get the last rows alone: None would be causal from the first.
     drops_rows = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
     return DeferredMask(sdpa_mask, arguments) if mask is None and drops_rows else mask
 

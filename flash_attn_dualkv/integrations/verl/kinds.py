@@ -25,7 +25,7 @@ _CHUNK = 1 << 15  # tokens whose routes are widened to 64 bits at a time
 
 
 class Kinds(NamedTuple):
-    """Of all tokens of a batch.
+    """The kinds of all tokens of a batch.
 
     Attributes:
         ids: nested (B, L_i) int64, the kind of each token, from 0.
