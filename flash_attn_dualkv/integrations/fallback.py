@@ -138,7 +138,7 @@ VERL_REASONS = {
     "temperature": "samples have different temperatures",
     "distillation": "the loss is on a teacher's top-k, of a fused head",
     "logits": "calculate_sum_pi_squared wants all logits, which Megatron's engine does not form",
-    "routing_replay": "routes of experts are recorded or replayed by an engine that is not Megatron's",
+    "routing_replay": "routes of experts are recorded or replayed, which Megatron's engine alone shares prompts with",
     "forced_groups": "force_group_size is above 1",
     "ratio": "less is saved than min_dedup_ratio",
 }
