@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import pickle
 import sys
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
@@ -38,13 +39,17 @@ def run_ranks(
         results = manager.dict()
         module = function.__module__
         group = dict(backend=backend, init_method=f"file://{folder}/store", world_size=ranks)
-        called = (module, sys.modules[module].__file__, function.__name__, group, *arguments, results)
+        called = (module, sys.modules[module].__file__, function.__name__, group, pickle.dumps(arguments), results)
         torch.multiprocessing.start_processes(_call, called, nprocs=ranks, start_method=method)
         return dict(results)
 
 
-def _call(rank: int, module: str, file: str, function: str, group: dict[str, Any], *arguments: Any) -> None:
-    """Calls a function of a test module, which no path for imports leads to, in the group."""
+def _call(
+    rank: int, module: str, file: str, function: str, group: dict[str, Any], arguments: bytes, results: dict[Any, Any]
+) -> None:
+    """Calls a function of a test module in the group. No path for imports leads to the module, of which the arguments
+    may have objects.
+    """
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec is not None and spec.loader is not None
     sys.modules[module] = importlib.util.module_from_spec(spec)
@@ -52,6 +57,6 @@ def _call(rank: int, module: str, file: str, function: str, group: dict[str, Any
     torch.set_num_threads(1)
     if group["backend"]:
         torch.distributed.init_process_group(rank=rank, **group)
-    getattr(sys.modules[module], function)(rank, *arguments)
+    getattr(sys.modules[module], function)(rank, *pickle.loads(arguments), results)
     if group["backend"]:
         torch.distributed.destroy_process_group()
