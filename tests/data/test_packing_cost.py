@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -104,21 +105,22 @@ def test_a_tree_needs_no_operators_for_each_token_or_sequence() -> None:
 
 
 @pytest.mark.parametrize(("samples", "length"), [(64, 1024), (512, 128)])
-def test_a_tree_of_64k_tokens_is_packed_in_10_ms(samples: int, length: int) -> None:
-    """Of one core of the host; a half of that is usual."""
+def test_a_tree_of_64k_tokens_is_packed_in_20_ms(samples: int, length: int) -> None:
+    """Of one core of the host; a quarter of that is usual."""
     sequences = transcripts(samples, length)
     masks = [(torch.arange(length) % 3 > 0) for _ in sequences]
     batch = pack_prefix_tree(sequences, loss_mask=masks)
     assert batch.layout.depth > 2 and batch.dedup_ratio > 1.5
-    least = least_time(10e-3, pack_prefix_tree, sequences, loss_mask=masks)
-    assert least < 10e-3, f"{1e3 * least:.2f} ms"
+    least = least_time(20e-3, pack_prefix_tree, sequences, loss_mask=masks)
+    assert least < 20e-3, f"{1e3 * least:.2f} ms"
 
 
 def test_lists_of_ints_are_read_fast() -> None:
-    """64K tokens in 512 of them; `torch.tensor` takes three times as long as is usual here."""
+    """64K tokens in 512 of them in half of the time of `torch.tensor`; a third is usual."""
     lists = [one.tolist() for one in transcripts(512, 128)]
-    least = least_time(6e-3, lambda: all_tokens([*lists], ("sequences",)))
-    assert least < 6e-3, f"{1e3 * least:.2f} ms"
+    allowed = least_time(math.inf, lambda: [torch.tensor(one) for one in lists]) / 2
+    least = least_time(allowed, lambda: all_tokens([*lists], ("sequences",)))
+    assert least < allowed, f"{1e3 * least:.2f} of {1e3 * allowed:.2f} ms"
 
 
 def test_selection_of_a_known_number() -> None:
