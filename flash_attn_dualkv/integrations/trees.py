@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tree attention under other frameworks' signatures; docs/trees.md says who calls what.
 
-Each function reads its framework's description of a tree, once for a micro-batch, and calls
-`shared_prompt_attention`: every ancestor's keys and values are read where they are, and their
-gradients are summed in float32.
+Each function reads its framework's description of a tree, once for a micro-batch, into a table of
+nodes: every ancestor's keys and values are read where they are, and their gradients are summed in
+float32.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import checks
+from .. import checks, ops
+from ..calls import make_options
 from ..checks import check_are_tensors, explain
-from ..layout import SharedPromptLayout
+from ..host import to_device, untraced
 from ..nodes import tree_table
-from ..packed_attention import shared_prompt_attention
+from ..packed_attention import checked_tensors
 
 # Forests by the first table of a micro-batch, with all tables they were read from and their state.
 _forests: Any = WeakTensorKeyDictionary()
@@ -52,8 +52,9 @@ class Forest:
         places = {node: place for place, node in enumerate(order)}
         first, sizes = [begins[node] for node in order], tuple(lens[node] for node in order)
         above = tuple(places.get(parents[node], -1) for node in order)
-        nodes, longest, mean = tree_table(sizes, above, begins=first)
-        self.layout = SharedPromptLayout(nodes, sizes, above, longest, mean, end)
+        nodes, _, self.mean_keys = tree_table(sizes, above, begins=first)
+        self.num_rows = end
+        self._tables = {nodes.device: nodes}  # one on each device that attention was called on
 
     def attend(
         self,
@@ -78,20 +79,30 @@ class Forest:
             As q, with d_v in the place of d; 0 for padding.
 
         Raises:
-            ValueError: fewer rows than the nodes have, or not as many in each; what
-                `shared_prompt_attention` refuses.
+            TypeError, ValueError, NotImplementedError: fewer rows than the nodes have, or not as many in each; what
+                `flash_attn_tree_varlen_func` refuses.
         """
         check_are_tensors(("q", "k", "v"), (q, k, v))
         if q.dim() == k.dim() == v.dim() == 4 and len(q) == len(k) == len(v) == 1:
             options: dict[str, Any] = dict(window_size=window_size, softcap=softcap, sinks=sinks)
             return self.attend(q[0], k[0], v[0], softmax_scale, **options)[None]
-        rows = len(q) if q.dim() else 0
-        if rows < self.layout.num_tokens:
-            raise ValueError(explain("q", f"at least {self.layout.num_tokens} rows, those of the nodes", rows))
+        q, k, v = checked_tensors(q, k, v, sinks, "auto")
+        if len(q) < self.num_rows:
+            raise ValueError(explain("q", f"at least {self.num_rows} rows, those of the nodes", len(q)))
+        if len(k) != len(q):
+            raise ValueError(explain("k", f"{len(q)} rows (as q)", len(k)))
         _, left = checks.resolve_window(True, window_size)
-        layout = replace(self.layout.to(q.device), num_tokens=rows)
-        options = dict(sliding_window=None if left < 0 else left + 1, softcap=softcap, sinks=sinks)
-        return shared_prompt_attention(q, k, v, layout, softmax_scale=softmax_scale, **options)
+        call = make_options(
+            head_dim=q.shape[2], softmax_scale=softmax_scale, causal=True, window_left=left, softcap=softcap,
+            reference=not q.is_cuda, mean_keys=self.mean_keys,
+        )  # fmt: skip
+        return ops.attend(q, k, v, self._nodes(q.device), call, sinks=sinks)[0]
+
+    @untraced
+    def _nodes(self, device: torch.device) -> Tensor:
+        if device not in self._tables:
+            self._tables[device] = to_device([next(iter(self._tables.values()))], device)[0]
+        return self._tables[device]
 
 
 def _depth_first(begins: Sequence[int], parents: Sequence[int]) -> list[int]:

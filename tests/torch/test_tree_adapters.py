@@ -63,7 +63,7 @@ def test_megatron(tree: Trees, pad: int, scale: float | None) -> None:
 @given(layouts(shuffled=False), st.integers(0, 3))
 def test_nodes_are_read_where_they_are(tree: Trees, pad: int) -> None:
     forest = trees.Forest(*tree)
-    assert forest.layout.num_tokens == sum(tree[1])
+    assert forest.num_rows == sum(tree[1])
     given_tensors = inputs(sum(tree[1]) + pad)
     check(forest.attend(*given_tensors), given_tensors, mask_of(tree, sum(tree[1]) + pad), None)
 
