@@ -13,6 +13,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -106,6 +107,8 @@ def attend(
     A sink is a key with the value 0: it takes its share of the softmax, 1 - sigmoid(LSE - sink), from the whole row.
     """
     rows = layout.num_tokens - layout.pad
+    if ops.requires_grad((q, k, v)):
+        q, k, v = ops.OnceDifferentiable.apply(q, k, v)
     parts = [one[:rows].contiguous()[None] for one in (q, k, v)]
     out, lse = _module().flex_attn_func(
         *parts, mask_plan=_plan(layout, options.window_left, *parts), softmax_scale=options.softmax_scale,
@@ -179,10 +182,12 @@ def _attend_if_chosen(
             raise SharedPromptError(checks.explain("backend", expected, f"'cudnn', and {problem}"))
         return None
     missing = lacks(q, v, layout, options)
-    if missing is None and is_default(device):
-        missing = _trial(q.device, q.dtype, (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2]))
     if missing is None:
-        return attend(q, k, v, layout, options, sinks)
+        heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
+        missing = _trial(q.device, q.dtype, heads, dims, sinks is not None)
+    if missing is None:
+        with torch.cuda.device(device):
+            return attend(q, k, v, layout, options, sinks)
     _say(f"attention runs on the kernels of this package: cuDNN Flex Attention lacks {missing}")
     return None
 
@@ -196,29 +201,40 @@ def _say(text: str) -> None:
 
 
 @functools.cache
-def _trial(device: torch.device, dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]) -> str | None:
+def _trial(*kind: Any) -> str | None:
     """Compares cuDNN with this package's kernels on a tree, output and gradients; None if they agree.
 
-    For GPUs that this package was never run on.
+    For limits that cuDNN does not say, and GPUs that this package was never run on. In a thread of its own: what the
+    caller's has switched on (checkpointing's hooks, inference mode, autocast) would take part.
     """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_tried, *kind).result()
+
+
+def _tried(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], has_sinks: bool
+) -> str | None:
     layout = SharedPromptLayout.from_tree(*TRIAL_NODES, device=device)
     source = torch.Generator(device).manual_seed(0)
-    sizes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
-    q, k, v = (
+    sizes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
+    leaves = [
         torch.randn(layout.num_tokens, *size, generator=source, device=device).to(dtype).requires_grad_()
         for size in sizes
-    )
+    ]
+    if has_sinks:
+        leaves.append(torch.randn(heads[0], generator=source, device=device).requires_grad_())
+    (q, k, v), sinks = leaves[:3], leaves[3] if has_sinks else None
     options = Options(dims[0] ** -0.5, True, -1, -1, 0.0, False, layout.mean_keys, False)
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        expected = ops.attend(q, k, v, layout.nodes, options)[0]
+    with torch.cuda.device(q.get_device()):
+        expected = ops.attend(q, k, v, layout.nodes, options, sinks=sinks)[0]
         dout = torch.randn(expected.shape, generator=source, device=device).to(dtype)
-        wanted = [expected, *torch.autograd.grad(expected, (q, k, v), dout)]
+        wanted = [expected, *torch.autograd.grad(expected, leaves, dout)]
         try:
-            out = attend(q, k, v, layout, options, None)
-            got = [out, *torch.autograd.grad(out, (q, k, v), dout)]
-        except Exception as error:  # of a compiler, a driver, or a limit that it does not say
+            out = attend(q, k, v, layout, options, sinks)
+            got = [out, *torch.autograd.grad(out, leaves, dout)]
+        except Exception as error:  # of a compiler, a driver, or a limit
             return f"what it needs on this GPU ({type(error).__name__}: {error})"
-    for name, one, other in zip(("O", "dQ", "dK", "dV"), got, wanted):
+    for name, one, other in zip(("O", "dQ", "dK", "dV", "the sinks' gradient"), got, wanted):
         apart = ((one.float() - other.float()).norm() / other.float().norm()).item()
         if not apart <= TRIAL_DIFFERENCE:
             return f"exactness on this GPU ({name} differs from this package's by {apart:.3f} in norm)"

@@ -296,6 +296,27 @@ class DifferentiableOnce(torch.autograd.Function):
         raise RuntimeError("flash_attn_dualkv is differentiable once: its gradients cannot be differentiated again")
 
 
+def differentiable_once(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """A function's gradients, which with create_graph=True have a history that raises where it is followed."""
+    if not requires_grad(inputs):
+        return [*gradients]
+    anchor = next(one for one in inputs if one is not None and one.requires_grad)
+    return [*DifferentiableOnce.apply(anchor, *gradients)]
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """Inputs as they are, of functions whose gradients come without a history."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return tuple(one.view_as(one) for one in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(differentiable_once(ctx.saved_tensors, gradients))
+
+
 def _forward_autograd(call: ForwardCall) -> Results:
     refuse_tangents(call)
     compute = partial(_below, forward, _FORWARD)
@@ -305,11 +326,7 @@ def _forward_autograd(call: ForwardCall) -> Results:
 
 
 def _backward_autograd(call: BackwardCall) -> list[Tensor]:
-    gradients = _below(backward, _BACKWARD, call)
-    if requires_grad(call[:-1]):
-        anchor = next(one for one in call[:-1] if one is not None and one.requires_grad)
-        return list(DifferentiableOnce.apply(anchor, *gradients))
-    return gradients
+    return cast(list[Tensor], differentiable_once(call[:-1], _below(backward, _BACKWARD, call)))
 
 
 library.impl("forward", unpacking(ForwardCall, checking(_forward_autograd)), "Autograd")

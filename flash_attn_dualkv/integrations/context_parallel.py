@@ -23,7 +23,6 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import checks, ops
 from ..calls import BackwardCall, Options, pack
@@ -48,10 +47,12 @@ class ContextLayout(DividedLayout):
     Attributes:
         gather_index: (rows,) int64, of each row of the nodes its place among the rows of all ranks, rank by rank.
         head_groups: keys and values are gathered in so many parts, see `of`.
+        ranks: how many share the row.
     """
 
     gather_index: Tensor | None = None
     head_groups: int = 1
+    ranks: int = 1
 
     @staticmethod
     def of(
@@ -84,6 +85,7 @@ class ContextLayout(DividedLayout):
         return replace(ContextLayout.at(layout, ranks, rank, chunks=chunks, tile=tile, **options), group=group)
 
     @staticmethod
+    @torch.inference_mode(False)  # autograd saves the tables
     def at(
         layout: SharedPromptLayout,
         ranks: int,
@@ -119,7 +121,7 @@ class ContextLayout(DividedLayout):
         given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
         # A rank's positions are no view of the batch's; all of its rows stay.
         given.update(nodes=moved[0], position_ids=None, late=None)
-        return ContextLayout(**given, row_index=moved[1], gather_index=moved[2], head_groups=parts)
+        return ContextLayout(**given, row_index=moved[1], gather_index=moved[2], head_groups=parts, ranks=ranks)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return context_parallel_attention(q, k, v, self, **options)
@@ -158,7 +160,7 @@ def context_parallel_attention(
     Args:
         q: (L, H, d), this rank's rows. k, v: (L, H_k, d) and (L, H_k, d_v).
         layout: of the whole row, divided.
-        group: whose ranks have the row; None for the layout's.
+        group: whose ranks have the row; None for the layout's. As many as the layout was made for.
         sinks: (H,); a rank's gradient is that of its own rows, to be summed over ranks like that of any parameter.
         return_lse: also return the LSE (H, L), differentiable.
         others: of `shared_prompt_attention`.
@@ -174,6 +176,8 @@ def context_parallel_attention(
     checks.flag("return_lse", return_lse)
     group = layout.group if group is None else group
     check_group(group)
+    if dist.get_world_size(group) != layout.ranks:
+        raise SharedPromptError(explain("group", f"the {layout.ranks} ranks of the layout", dist.get_world_size(group)))
     q, k, v = checked_tensors(q, k, v, sinks, backend)
     if backend == "cudnn":
         raise SharedPromptError(explain("backend", "'auto' where ranks have parts of a row", repr(backend)))
@@ -254,6 +258,27 @@ class _Call:
         total = torch.float64 if parts.dtype == torch.float64 else torch.float32
         return parts.sum(0, dtype=total).to(parts.dtype)
 
+    def gradients(
+        self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+        out: Tensor, lse: Tensor, needs_sinks: bool,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Those of this rank's q, k, v and sinks."""
+        parts = self.parts
+        dout = torch.zeros_like(out) if dout is None else dout
+        dlses = [None] * parts if dlse is None else [*dlse.chunk(parts)]
+        by_head: Iterator[Any] = zip(*(one.chunk(parts, 1) for one in (dout, q, out)), lse.chunk(parts), dlses)
+        gathered = self.gathered(k, v)
+        queries, sent = [], []
+        for own in by_head:
+            dq, *of_keys = self.differentiate(next(gathered), *own)
+            queries.append(dq)
+            sent.append(self.send(*of_keys))
+            del of_keys
+        kept = [self.received(*sent.pop(0)) for _ in range(parts)]
+        dk, dv = torch.cat(kept, 1).split([k.shape[2], v.shape[2]], 2)
+        dsinks = ops.sink_gradient(dout, dlse, out, lse, sinks) if needs_sinks and sinks is not None else None
+        return [torch.cat(queries, 1), dk, dv, dsinks]
+
 
 class _Attention(torch.autograd.Function):
     """One node for the gathered keys, attention and the way back of the gradients."""
@@ -275,23 +300,8 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        call: _Call = ctx.call
-        parts = call.parts
-        dout = torch.zeros_like(out) if dout is None else dout
-        dlses = [None] * parts if dlse is None else [*dlse.chunk(parts)]
-        by_head: Iterator[Any] = zip(*(one.chunk(parts, 1) for one in (dout, q, out)), lse.chunk(parts), dlses)
-        gathered = call.gathered(k, v)
-        queries, sent = [], []
-        for own in by_head:
-            dq, *of_keys = call.differentiate(next(gathered), *own)
-            queries.append(dq)
-            sent.append(call.send(*of_keys))
-            del of_keys
-        kept = [call.received(*sent.pop(0)) for _ in range(parts)]
-        dk, dv = torch.cat(kept, 1).split([k.shape[2], v.shape[2]], 2)
-        needs_sinks = sinks is not None and ctx.needs_input_grad[3]
-        dsinks = ops.sink_gradient(dout, dlse, out, lse, sinks) if needs_sinks else None
-        return torch.cat(queries, 1), dk, dv, dsinks, None
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = ctx.call.gradients(dout, dlse, *saved, ctx.needs_input_grad[3])
+        return *ops.differentiable_once((dout, dlse, *saved[:4]), gradients), None

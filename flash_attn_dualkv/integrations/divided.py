@@ -49,6 +49,7 @@ class DividedLayout(SharedPromptLayout):
         """How many ranks have a part of the row: what a loss of the whole, made on each of them, is divided by."""
         ranks = 1
         for group in self.groups:
+            check_group(group)  # None would be all processes
             ranks *= dist.get_world_size(group)
         return ranks
 
@@ -92,6 +93,7 @@ class DividedLayout(SharedPromptLayout):
         same loss of it, divide that by `num_ranks`.
         """
         for group in self.groups:
+            check_group(group)
             values = _Sum.apply(values, group)
         return values
 

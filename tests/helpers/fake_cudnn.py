@@ -12,18 +12,19 @@ from torch import Tensor
 class Plan(NamedTuple):
     visible: Tensor  # (T, T) bool
     sizes: list[torch.Size]
+    builds_backward: bool
 
 
 def create_mask_plan(endpoints: Tensor, q: Tensor, k: Tensor, v: Tensor, *, build_backward: bool) -> Plan:
     """(1, n, T) int32, n odd: a row sees keys [0, F0), [F1, F2), [F3, F4) and so on."""
     batch, count, rows = endpoints.shape
-    assert endpoints.dtype == torch.int32 and endpoints.is_contiguous() and build_backward
+    assert endpoints.dtype == torch.int32 and endpoints.is_contiguous()
     assert batch == 1 and count % 2 == 1 and rows == q.shape[1] and (endpoints[0].diff(dim=0) >= 0).all()
     keys = torch.arange(rows)
     visible = keys < endpoints[0, 0][:, None]
     for begin, end in zip(endpoints[0, 1::2], endpoints[0, 2::2]):
         visible |= (keys >= begin[:, None]) & (keys < end[:, None])
-    return Plan(visible, [q.shape, k.shape, v.shape])
+    return Plan(visible, [q.shape, k.shape, v.shape], build_backward)
 
 
 def flex_attn_func(
@@ -38,6 +39,7 @@ def flex_attn_func(
 ) -> Any:
     """(1, T, H, d) each, and (1, H, T)."""
     assert [one.shape for one in (q, k, v)] == mask_plan.sizes and all(one.is_contiguous() for one in (q, k, v))
+    assert mask_plan.builds_backward or not (torch.is_grad_enabled() and q.requires_grad)
     k, v = (one.repeat_interleave(q.shape[2] // k.shape[2], 2) for one in (k, v))
     scores: Any = torch.einsum("bqhd,bkhd->bhqk", q, k) * (softmax_scale or q.shape[3] ** -0.5)
     scores = scores.masked_fill(~mask_plan.visible, -torch.inf)

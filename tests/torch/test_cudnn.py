@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared_prompts import inputs_of
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from tree_cases import Tree, trees, visible
 from tree_runs import TREES, Variant, check_errors, exact, plain
 
@@ -112,7 +113,7 @@ def test_a_plan_is_made_once_a_kind_of_layer(fake: Any, monkeypatch: pytest.Monk
     made = []
     monkeypatch.setattr(cudnn, "_trial", lambda *_: None)
     make = fake_cudnn.create_mask_plan
-    monkeypatch.setattr(fake_cudnn, "create_mask_plan", lambda *a, **k: made.append(k) or make(*a, build_backward=True))
+    monkeypatch.setattr(fake_cudnn, "create_mask_plan", lambda *a, **k: made.append(k) or make(*a, **k))
     for window in (-1, 2, -1, 2):
         attend(layout, inputs, window_left=window)
     attend(layout, inputs.leaves())
@@ -155,6 +156,49 @@ def test_a_first_use_that_is_not_exact_stays_on_the_kernels(
     message = "O differs from this package's by 0.050" if fault == "wrong" else "RuntimeError: no kernel for this"
     with pytest.warns(UserWarning, match=message):
         assert attend(layout, inputs, "auto") is None
+
+
+def test_a_limit_of_sinks_alone(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose gradient goes through the LSE: there cuDNN has head dims without it."""
+    stock = fake_cudnn.flex_attn_func
+
+    def refuse(_: Tensor) -> None:
+        raise NotImplementedError("no gradient of the LSE")
+
+    def limited(*args: Any, **options: Any) -> Any:
+        out, lse = stock(*args, **options)
+        if lse.requires_grad:
+            lse.register_hook(refuse)
+        return out, lse
+
+    monkeypatch.setattr(fake_cudnn, "flex_attn_func", limited)
+    layout, inputs = small(sinks=True)
+    assert attend(layout, inputs, "auto") is not None
+    options = Options(0.3, True, -1, -1, 0.0, False, layout.mean_keys, False)
+    with pytest.warns(UserWarning, match="what it needs on this GPU .*no gradient of the LSE"):
+        assert cudnn.attend_if_chosen("auto", inputs.q, inputs.k, inputs.v, layout, options, inputs.sinks) is None
+
+
+def test_a_first_use_within_checkpointing_and_inference(fake: Any) -> None:
+    """The trial has a backward of its own, whatever the caller's modes."""
+    layout, inputs = small()
+    with torch.inference_mode():
+        expected = attend(layout, inputs)
+    cudnn._trial.cache_clear()
+    leaves = inputs.leaves()
+    got = checkpoint(lambda q: attend(layout, leaves._replace(q=q)), leaves.q, use_reentrant=False)
+    assert torch.equal(got, expected)
+    gradients = torch.autograd.grad(got, leaves.tensors, inputs.dout)
+    wanted = torch.autograd.grad(attend(layout, leaves), leaves.tensors, inputs.dout)
+    assert all(map(torch.equal, gradients, wanted))
+
+
+def test_differentiable_once(fake: Any) -> None:
+    layout, inputs = small()
+    leaves = inputs.leaves()
+    gradient, *_ = torch.autograd.grad(attend(layout, leaves).sum(), leaves.tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        gradient.sum().backward()
 
 
 def test_where_it_does_not_run(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,13 @@ from processes import run_ranks
 from tiny_models import MIXED, check_equal, check_gradients, dualkv, gradients, tiny_model
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, ops, pack_shared_prompts
+from flash_attn_dualkv import (
+    SharedPromptError,
+    SharedPromptLayout,
+    ops,
+    pack_shared_prompts,
+    shared_prompt_attention,
+)
 from flash_attn_dualkv.integrations.context_parallel import ContextLayout, context_parallel_attention
 from flash_attn_dualkv.integrations.divided import DividedLayout
 from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
@@ -244,6 +250,13 @@ def gathering(layout: ContextLayout) -> list[Tensor]:
     return [whole.detach(), own.detach(), own.grad]
 
 
+def second_derivative(layout: ContextLayout, q: Tensor, k: Tensor) -> None:
+    leaf = q.double().requires_grad_()
+    out = layout.attention(leaf, k.double(), k.double())
+    (gradient,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+    gradient.sum().backward()
+
+
 def wrong_calls(group: Any) -> list[Any]:
     case = CASES["tree"]
     layout = ContextLayout.of(case.layout, group)
@@ -258,6 +271,10 @@ def wrong_calls(group: Any) -> list[Any]:
         lambda: context_parallel_attention(q, k, k, case.layout),  # type: ignore[arg-type]
         lambda: context_parallel_attention(q, k, k, replace(layout, head_groups=3)),
         lambda: context_parallel_attention(q, k, k, ContextLayout.at(case.layout, 2, 0)),
+        lambda: context_parallel_attention(q, k, k, ContextLayout.at(case.layout, 3, 0), group=group),
+        lambda: ContextLayout.at(case.layout, 2, 0).gather(q),
+        lambda: shared_prompt_attention(*[torch.zeros(layout.num_tokens, 2, 8)] * 3, layout),
+        lambda: second_derivative(layout, q, k),
         lambda: layout.shard(torch.zeros(3)),
         lambda: layout.gather(torch.zeros(3)),
         lambda: UlyssesLayout.of(UlyssesLayout.of(case.layout, group), group),
@@ -276,6 +293,10 @@ MESSAGES = [
     "layout: expected a ContextLayout, got a SharedPromptLayout",
     "head_groups: expected a divisor of the 2 KV heads, got 3",
     "group: expected a process group .*, got None",
+    "group: expected the 3 ranks of the layout, got 2",
+    "group: expected a process group .*, got None",
+    "layout: expected that of a whole row; .*, got a ContextLayout",
+    "flash_attn_dualkv is differentiable once",
     r"values: expected the \d+ rows of the layout, got 3",
     r"values: expected this rank's \d+ rows, got \(3,\)",
     "layout: expected one without Ulysses, got a UlyssesLayout",
@@ -288,7 +309,7 @@ MESSAGES = [
 def message(call: Any) -> str:
     try:
         call()
-    except (SharedPromptError, TypeError, ValueError) as error:
+    except (SharedPromptError, TypeError, ValueError, RuntimeError) as error:
         return str(error)
     return "no error"
 
