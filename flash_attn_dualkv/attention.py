@@ -59,8 +59,9 @@ def flash_attn_dualkv_varlen_func(
 
     With `causal`, sequences are aligned to the bottom right as in FlashAttention 2.1: the last
     query row sees all context_len + decoded_len_i keys, the row before it all but the last, and so
-    on. A row that sees no key is 0, its LSE is -inf and its gradients are 0; so are rows that
-    belong to no sequence (offsets may end before the tensors do).
+    on. A row that sees no key is 0, its LSE is -inf (its sink, with sinks) and its gradients are
+    0. So are rows that belong to no sequence (offsets may end before the tensors do): these have
+    no sink.
 
     Several groups, each with its own context, run in one call if `cu_seqlens_context` and
     `cu_seqs_per_context` say which rows of k_context belong to which group and which sequences

@@ -169,6 +169,13 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     out, lse = uninitialised(q, (rows, heads, call.v.shape[2])), uninitialised(q, (heads, rows), torch.float32)
     if not module.forward(*_library_call(call, device, call.options.deterministic), out, lse, sinks):
         out.zero_(), lse.fill_(-torch.inf)
+        if sinks is not None:
+            # Where there is no key at all, rows of a node still have their sink.
+            begin, length = (call.nodes[:, column].long().clamp(0, rows) for column in (0, 1))
+            ones = torch.ones_like(begin)
+            count = torch.zeros(rows + 1, dtype=torch.int64, device=q.device).index_add_(0, begin, ones)
+            count.index_add_(0, (begin + length).clamp(max=rows), -ones)
+            lse.copy_(torch.where(count.cumsum(0)[:rows] > 0, sinks[:, None], lse))
     return out, lse
 
 

@@ -150,6 +150,7 @@ class SharedPromptLayout(SeparatelyPickled):
         return to_device([index], self.device)[0]
 
     @untraced
+    @torch.inference_mode(False)  # autograd saves its tables
     def reading(self, rows: Tensor) -> SharedPromptLayout | None:
         """The layout of layers whose output is read in some rows alone, and which take the keys of all from elsewhere.
 

@@ -126,6 +126,7 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     return tree_table([end - begin for begin, end in pairwise(starts)], above)[0].to(cu_seqlens.device)
 
 
+@torch.inference_mode(False)  # autograd saves the table
 def tree_table(
     lengths: Sequence[int],
     parents: Sequence[int],

@@ -46,6 +46,7 @@ class UlyssesLayout(DividedLayout):
     whole: SharedPromptLayout | None = None
 
     @staticmethod
+    @torch.inference_mode(False)  # autograd saves the tables
     def of(layout: SharedPromptLayout, group: dist.ProcessGroup) -> UlyssesLayout:
         """The layout of a whole packed row, or of a `ContextLayout`, divided among the ranks of a group.
 

@@ -27,6 +27,9 @@ from launches import (
     profiled,
 )
 
+from flash_attn_dualkv import ops
+from flash_attn_dualkv.calls import make_options
+
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 
 
@@ -162,6 +165,22 @@ def test_empty_inputs(name: str, causal: bool) -> None:
         outputs = [x.untyped_storage().data_ptr() for x in results if x.numel()]
         inputs = [x.untyped_storage().data_ptr() for x in batch.inputs if x.numel()]
         assert not set(outputs) & set(inputs)
+
+
+@pytest.mark.parametrize("keys", [0, 3])
+def test_sinks_of_rows_without_keys(keys: int) -> None:
+    """The LSE of a sequence's rows is their sink, of other rows -inf: also where no sequence has a key."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(rows, 2, 64, generator=generator).to(DEVICE, torch.bfloat16) for rows in (7, keys))
+    sinks = torch.tensor([0.5, -2.0], device=DEVICE, requires_grad=True)
+    offsets = [torch.tensor(one, dtype=torch.int32, device=DEVICE) for one in ([0, 2, 5], [0, 0, keys])]
+    nodes = ops.sequence_nodes(*offsets, None, None, None)
+    out, lse = ops.attend(q, k, k, nodes, make_options(head_dim=64, causal=True, mean_keys=keys), sinks=sinks)
+    first = 2 if keys else 5
+    assert torch.equal(lse[:, :first], sinks.detach()[:, None].expand(2, first)) and not out[:first].any()
+    assert lse[:, 5:].isneginf().all() and not out[5:].any()
+    (gradient,) = torch.autograd.grad(lse[:, :2].sum(), sinks)
+    assert torch.equal(gradient, torch.full_like(gradient, 2.0))
 
 
 # --- what runs on the device --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from flash_attn_dualkv import (
     pack_shared_prompts,
     shared_prompt_attention,
 )
+from flash_attn_dualkv.integrations.trees import Forest
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -179,3 +180,16 @@ def test_inconsistent_tables_are_found_in_the_reference() -> None:
     layout.nodes[1, 1] += 10**6
     with pytest.raises(ValueError, match="^cu_seqlens_q"):
         attend(inputs_of(layout), layout)
+
+
+def test_layouts_of_inference_mode_train() -> None:
+    """Autograd saves their tables."""
+    with torch.inference_mode():
+        layout = SharedPromptLayout.from_tree([100, 2, 3], [-1, 0, 0])
+        late = layout.reading(torch.tensor([101, 103]))
+        forest = Forest([0, 3], [3, 2], [-1, 0])
+    assert late is not None and late.query_rows is not None
+    q = torch.randn(105, 2, 8, requires_grad=True)
+    shared_prompt_attention(q, q, q, layout).sum().backward()
+    shared_prompt_attention(q[late.query_rows], q, q, late).sum().backward()
+    forest.attend(q[:5], q[:5], q[:5]).sum().backward()
