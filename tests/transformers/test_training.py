@@ -17,10 +17,13 @@ from tiny_models import (
     TOLERANCES,
     Tolerance,
     dualkv,
+    gradients,
     replicated_logps,
     stock_twin,
     tiny_model,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 @pytest.mark.parametrize("name", ["qwen3", *KINDS])
@@ -78,6 +81,38 @@ def on_gpus() -> dict[tuple[int, str], ranks.Found]:
 def test_wrapped_models_on_gpus(on_gpus, wrapper):
     """The same with a GPU for each rank, bfloat16 and NCCL, against one GPU that has all samples."""
     ranks.check(ranks.GPUS, on_gpus, wrapper, Tolerance(0.05, 0.1) if "mixed" in wrapper else Tolerance(0.02, 0.02))
+
+
+def _rounded_output(rank: int, results: Any) -> None:
+    model = tiny_model("qwen3", dtype=torch.float32)
+    batch = MIXED.pack()
+
+    def scores() -> list[torch.Tensor]:
+        logps, entropy = dualkv.shared_prompt_forward(model, batch, with_entropy=True)
+        (logps.sum() + entropy.sum()).backward()
+        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients(model).values()]
+        model.zero_grad()
+        top = dualkv.shared_prompt_logits(model, batch, batch.token_index, lambda logits, at: (logits.amax(-1),))[0]
+        return [logps.detach(), entropy.detach(), top, *whole]
+
+    results["expected"] = scores()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    results["found"] = scores()
+    results["again"] = scores()
+    with torch.no_grad():
+        assert model(batch.input_ids[None]).logits.dtype == torch.bfloat16
+
+
+def test_fsdp_2_rounds_logits_and_no_scores() -> None:
+    """A policy's output_dtype, which accelerate sets for bf16, is for what the model itself returns."""
+    found = run_ranks(_rounded_output, 1)
+    for run in ("found", "again"):
+        assert [one.dtype for one in found[run]] == [torch.float32] * len(found["expected"])
+        for got, expected in zip(found[run], found["expected"], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 # --- the recipe for ranks ---------------------------------------------------------------------------------------------

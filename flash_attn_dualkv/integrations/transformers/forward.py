@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -202,7 +202,8 @@ def _scored(
             # Through the outermost module, so that wrappers see one forward with the scores as its
             # output.
             scores: tuple[Tensor, ...] = call(model, inputs)
-    return scores
+    # Wrappers may round their output, FSDP 2 by its policy's output_dtype: meant for logits, not for scores.
+    return tuple(own if own.dtype != one.dtype else one for own, one in zip(scorer.kept, scores))
 
 
 def _check_model(causal_lm: Any) -> str:
@@ -239,6 +240,7 @@ class _Scorer:
     backbone: str
     rows: Tensor  # (n,) whose hidden states are scored
     score: Score
+    kept: list[Tensor] = field(default_factory=list)  # what it has returned
 
     def __call__(self, stock: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> what is scored, (n, ...) each."""
@@ -262,7 +264,8 @@ class _Scorer:
             return result
 
         scores = score_gathered(gathered, lambda hidden: self.score(logits, hidden, rows), hidden)
-        return tuple(one.to(self.rows.device) for one in scores)
+        self.kept[:] = [one.to(self.rows.device) for one in scores]
+        return tuple(self.kept)
 
     def _run_backbone(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""
