@@ -18,7 +18,7 @@ from ..checks import explain
 from ..data.batch import IGNORED_LABEL
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptError
-from .fallback import Refusal
+from .fallback import AUTOCAST_DTYPES, Refusal
 from .padded import PaddedScores, check_version
 from .replacing import after_import, replace_once
 
@@ -60,7 +60,8 @@ def _forward(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., A
             refusal = Refusal("arguments", "ld_alpha weighs tokens by their place, which is not offered")
         elif mask.dim() != 2:
             refusal = Refusal("arguments", f"the mask has {mask.dim()} dimensions")
-        found = scores.score(model, ids, mask, is_scored, refusal=refusal)
+        dtype = AUTOCAST_DTYPES.get(self.accelerator.mixed_precision)
+        found = scores.score(model, ids, mask, is_scored, refusal=refusal, dtype=dtype)
         if found is None:
             return stock(self, model, batch, is_ref_model)
         logps, lengths = found[0].sum(1), is_scored.sum(1)

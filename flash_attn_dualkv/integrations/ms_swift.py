@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..data.pack import MIN_SHARED
-from .fallback import PREFIX, Refusal, savings
+from .fallback import AUTOCAST_DTYPES, PREFIX, Refusal, savings
 from .padded import PaddedScores, check_version
 from .replacing import after_import, replace_once
 
@@ -71,6 +71,7 @@ def _sharing(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., A
             temperature=self.temperature,
             with_entropy=compute_entropy,
             refusal=refusal,
+            dtype=AUTOCAST_DTYPES.get(self.accelerator.mixed_precision),
         )
         _log(self, scores)
         if found is None:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from .. import checks
@@ -21,6 +22,7 @@ from ..errors import SharedPromptError, SharedPromptLayoutError
 from .fallback import Options, Refusal, Tally, kernels_refusal
 from .transformers import check_supported, register, shared_prompt_forward, support, wrap
 from .transformers.first_use import FirstUseError, check_first_use
+from .transformers.forward import check_forward, check_vocabulary
 from .transformers.gathered import gathered_modules
 from .transformers.structure import backbone_name, causal_lm_of
 from .transformers.support import check_attention, text_config
@@ -39,7 +41,13 @@ class Refused(Exception):  # noqa: N818 (stock attention is no error)
 
 
 def check_model(
-    causal_lm: Any, device: torch.device, *, model: Any = None, self_check: bool = True, about_dropout: str = ""
+    causal_lm: Any,
+    device: torch.device,
+    *,
+    model: Any = None,
+    self_check: bool = True,
+    about_dropout: str = "",
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Raise Refused for what a model does not allow in its present mode.
 
@@ -48,15 +56,18 @@ def check_model(
         device: that of the inputs.
         model, self_check: as of `check_first_use`.
         about_dropout: what the trainer's user can do about it.
+        dtype: of the arithmetic, if the model's forward has autocast inside; None: that of autocast here, or of the
+            parameters.
     """
     config = causal_lm.config
     try:
         check_supported(config)
         check_attention(config)
         if device.type == "cuda":
-            dtype = causal_lm.get_input_embeddings().weight.dtype
-            if torch.is_autocast_enabled("cuda"):
+            if dtype is None and torch.is_autocast_enabled("cuda"):
                 dtype = torch.get_autocast_dtype("cuda")
+            elif dtype is None:
+                dtype = causal_lm.get_input_embeddings().weight.dtype
             if (refusal := kernels_refusal(config, dtype)) is not None:
                 raise Refused(*refusal)
         check_first_use(causal_lm, device, model=model, self_check=self_check)
@@ -112,6 +123,8 @@ class PaddedScores:
         self.options = options
         self.tally = Tally()
         self._announced: set[str] = set()
+        # Of causal LMs, of which a forward alone could tell that they cannot share.
+        self._refusals: weakref.WeakKeyDictionary[nn.Module, Refusal] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def options_of(min_dedup_ratio: float, self_check: bool, min_shared: int) -> Options:
@@ -135,6 +148,7 @@ class PaddedScores:
         temperature: float = 1.0,
         with_entropy: bool = False,
         refusal: Refusal | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor | None] | None:
         """The scores of a micro-batch, or None if the trainer's own forward is to run.
 
@@ -146,6 +160,7 @@ class PaddedScores:
             is_scored: (B, S) bool: the tokens whose log-probabilities are wanted.
             temperature, with_entropy: as of `shared_prompt_forward`.
             refusal: why the trainer's call cannot share, the same on all ranks.
+            dtype: as of `check_model`.
 
         Returns:
             logps, entropy: (B, S - 1) in float32, 0 where the next token is not scored; entropy None unless asked for.
@@ -153,16 +168,14 @@ class PaddedScores:
         try:
             if refusal is not None:
                 raise Refused(*refusal)
-            batch = self._packed(model, input_ids, attention_mask, is_scored)
+            batch = self._packed(model, input_ids, attention_mask, is_scored, dtype)
+            scores = self._scores(model, batch, temperature, with_entropy)
         except Refused as refused:
             tokens = attention_mask.sum()
             self.tally.add(tokens, tokens, refused.refusal.reason)
             self._say(refused.refusal.reason, "Prompts are not shared where this holds (%s): %s", *refused.refusal)
             return None
         self._say("", "Prompts are shared: the first micro-batch has %.2f times fewer tokens", batch.dedup_ratio)
-        scores = shared_prompt_forward(
-            model, batch, temperature=temperature, with_entropy=with_entropy, self_check=self.options.self_check
-        )
         self.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
         places = is_scored[:, 1:]
         logps, entropy = (
@@ -171,11 +184,35 @@ class PaddedScores:
         assert logps is not None
         return logps, entropy
 
-    def _packed(self, model: Any, ids: Tensor, attention_mask: Tensor, is_scored: Tensor) -> PackedBatch:
+    def _scores(
+        self, model: Any, batch: PackedBatch, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of `shared_prompt_forward`. Raises Refused where only a forward can tell."""
+        causal_lm = causal_lm_of(model)
+        check_vocabulary(causal_lm, batch)  # a mistake in the data, which no other forward mends
+        try:
+            return shared_prompt_forward(
+                model, batch, temperature=temperature, with_entropy=with_entropy, self_check=self.options.self_check
+            )
+        except SharedPromptLayoutError:
+            raise
+        except SharedPromptError as error:
+            self._refusals[causal_lm] = refusal = Refusal("unsupported", str(error))
+            raise Refused(*refusal) from None
+
+    def _packed(
+        self, model: Any, ids: Tensor, attention_mask: Tensor, is_scored: Tensor, dtype: torch.dtype | None
+    ) -> PackedBatch:
         """The micro-batch as a tree. Raises Refused, on all ranks alike where that is needed."""
         causal_lm = causal_lm_of(model)
+        if (refusal := self._refusals.get(causal_lm)) is not None:
+            raise Refused(*refusal)
         take_layouts(causal_lm)
-        check_model(causal_lm, ids.device, model=model, self_check=self.options.self_check)
+        try:
+            check_forward(causal_lm)
+        except SharedPromptError as error:
+            raise Refused("unsupported", str(error)) from None
+        check_model(causal_lm, ids.device, model=model, self_check=self.options.self_check, dtype=dtype)
         try:
             packed: PackedBatch | Refusal = self._tree(ids, attention_mask.bool(), is_scored)
         except Refused as refused:

@@ -47,7 +47,9 @@ def make_trainer(loss: str, reference: Any = None, **options: Any) -> Any:
     """The trainer without data and optimizer."""
     made = object.__new__(Trainer)
     made.finetuning_args = SimpleNamespace(use_ref_model=loss not in ("orpo", "simpo"))
-    made.accelerator = SimpleNamespace(device=torch.device("cpu"), unwrap_model=lambda model: model)
+    made.accelerator = SimpleNamespace(
+        device=torch.device("cpu"), unwrap_model=lambda model: model, mixed_precision="no"
+    )
     made.loss_type, made.ref_model, made.beta, made.simpo_gamma = loss, reference, 0.1, 0.5
     made.f_divergence_type, made.reference_free, made.label_smoothing = "reverse_kl", False, 0.0
     made.ld_alpha, made.bco_gemma, made.ftx_gamma = None, 0.0, 0.3
@@ -124,6 +126,16 @@ def test_fallbacks(reason: str, options: Any, more: Any, caplog: pytest.LogCaptu
     assert forward.call_args.args == (trainer, model, batch, False)
     assert [f"({reason})" in one.getMessage() for one in caplog.records] == [True]  # said once
     assert scores.tally.fallbacks == {reason: 2}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_mixed_precision_is_accelerates(precision: str, dtype: torch.dtype | None) -> None:
+    """Weights in float32 compute in 16 bits inside a prepared model's forward, which the check comes before."""
+    trainer, scores = make_trainer("sigmoid"), MagicMock()
+    trainer.accelerator.mixed_precision = precision
+    scores.score.return_value = None
+    plugin._forward(MagicMock(), scores)(trainer, None, batch_of(SAMPLES))
+    assert scores.score.call_args.kwargs["dtype"] is dtype
 
 
 def test_wrong_uses() -> None:

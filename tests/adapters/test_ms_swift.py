@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def make_trainer(model: Any, padding_free: bool = False, **options: Any) -> Any:
     """The trainer without what it needs for rollouts, rewards and optimizers."""
     trainer = object.__new__(swift.GRPOTrainer)
     trainer.template = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=1)
-    trainer.accelerator = SimpleNamespace(is_main_process=False)
+    trainer.accelerator = SimpleNamespace(is_main_process=False, mixed_precision="no")
     trainer.args = SimpleNamespace(report_to=[], per_device_train_batch_size=99, per_device_eval_batch_size=99)
     trainer.model, trainer.temperature, trainer.is_multimodal = model, 0.7, False
     trainer.dynamic_num_samples = False
@@ -157,6 +157,17 @@ def test_fallbacks(reason: str, options: Any, more: Any, caplog: pytest.LogCaptu
     assert calls == [(trainer, model, inputs | more, batch, False)] * 2
     assert [f"({reason})" in one.getMessage() for one in caplog.records] == [True]  # said once
     assert trainer._metrics["train"]["shared_prompt/fallbacks"] == [1, 1]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_mixed_precision_is_accelerates(precision: str, dtype: torch.dtype | None) -> None:
+    """Weights in float32 compute in 16 bits inside a prepared model's forward, which the check comes before."""
+    trainer, scores = make_trainer(tiny_model("qwen3", attention="sdpa")), MagicMock()
+    trainer.accelerator.mixed_precision = precision
+    scores.score.return_value = None
+    scores.take.return_value = plugin.PaddedScores(plugin.PaddedScores.options_of(1.1, True, 1)).tally
+    plugin._sharing(MagicMock(), scores)(trainer, trainer.model, *batch_of(SAMPLES, "left"))
+    assert scores.score.call_args.kwargs["dtype"] is dtype
 
 
 def test_wrong_uses() -> None:

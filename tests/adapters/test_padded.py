@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from processes import run_ranks
-from tiny_models import Samples, replicated_logps, tiny_model
+from tiny_models import Samples, lose_a_layout, replicated_logps, tiny_model
+
+from flash_attn_dualkv.errors import SharedPromptError, SharedPromptLayoutError
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -31,6 +34,77 @@ def _padded(samples: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         ids[at, : len(row)], mask[at, : len(row)] = torch.tensor(row), 1
         scored[at, len(prompt) : len(row)] = 1
     return ids, mask, scored.bool()
+
+
+def _rows_of(model: Any) -> list[int]:
+    """Filled with the tokens of each forward."""
+    rows: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return rows
+
+
+def _opt() -> Any:
+    config = transformers.OPTConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, ffn_dim=64, num_attention_heads=2, word_embed_proj_dim=32,
+        max_position_embeddings=64, dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config)
+
+
+def _with_a_head_apart() -> Any:
+    model = tiny_model("qwen3", attention="sdpa")
+    model.lm_head.set_reshard_after_forward = None  # as FSDP 2 marks its units
+    return model
+
+
+UNSUPPORTED: dict[str, tuple[Any, int, str]] = {  # forwards that find it
+    "another backbone": (_opt, 1, "calls its backbone once"),
+    "a wide head": (lambda: tiny_model("qwen3", attention="sdpa", head_dim=520), 1, "at most 512"),
+    "a head apart": (_with_a_head_apart, 0, "the root's FSDP unit"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_cannot_share_is_the_trainers(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever finds it, and once for each model: the same object has the policy's and the reference's scores."""
+    make, forwards, message = UNSUPPORTED[name]
+    models = make(), make()
+    rows = [_rows_of(model) for model in models]
+    scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, False, 1))
+    for _ in range(2):
+        for model in models:
+            assert scores.score(model, *_padded(_SHARED)) is None
+    assert [len(one) for one in rows] == [forwards] * 2
+    assert scores.tally.fallbacks == {"unsupported": 4} and scores.tally.calls == 4
+    assert scores.tally.tokens == scores.tally.replicated == 4 * (3 * 9 + 20)
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "(unsupported)" in said and message in said
+    assert scores.score(tiny_model("qwen3", attention="sdpa"), *_padded(_SHARED)) is not None
+    assert scores.tally.calls == 5 and "Prompts are shared" in caplog.text
+
+
+def test_mistakes_are_errors() -> None:
+    scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
+    ids, mask, scored = _padded(_SHARED)
+    with pytest.raises(SharedPromptError, match="token ids below"):
+        scores.score(tiny_model("qwen3", attention="sdpa"), ids + 1000, mask, scored)
+    model = tiny_model("qwen3")
+    lose_a_layout(model)
+    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers"):
+        scores.score(model, ids, mask, scored)
+
+
+def test_the_type_that_a_forward_computes_in() -> None:
+    """The kernels' is asked of accelerate: its autocast is not to be seen around a model, but inside."""
+    model = tiny_model("qwen3", dtype=torch.float32)
+    gpu = torch.device("cuda")
+    with pytest.raises(padded.Refused, match="16 bits; the model has torch.float32"):
+        padded.check_model(model, gpu, self_check=False)
+    padded.check_model(model, gpu, self_check=False, dtype=torch.bfloat16)
+    with pytest.raises(padded.Refused, match="16 bits; the model has torch.float32"):
+        padded.check_model(model.bfloat16(), gpu, self_check=False, dtype=torch.float32)
 
 
 def _run_rank(rank: int, results: Any) -> None:

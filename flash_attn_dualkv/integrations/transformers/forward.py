@@ -189,7 +189,7 @@ def _scored(
     checks.flag("self_check", self_check)
     causal_lm = causal_lm_of(model)
     with lock_of(causal_lm):
-        backbone = _check_model(causal_lm)
+        backbone = check_forward(causal_lm)
         check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
         check_vocabulary(causal_lm, batch)
         inputs = row_inputs(causal_lm, batch, layout)
@@ -206,7 +206,7 @@ def _scored(
     return tuple(own if own.dtype != one.dtype else one for own, one in zip(scorer.kept, scores))
 
 
-def _check_model(causal_lm: Any) -> str:
+def check_forward(causal_lm: Any) -> str:
     """Check everything that can be known before the forward; returns the name of the backbone."""
     check_supported(causal_lm.config)
     check_attention(causal_lm.config)
