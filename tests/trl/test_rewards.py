@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,16 @@ from tiny_trl import Dataset, check_runs, lora, quiet, shared, train, trl
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.integrations.fallback import Options
+
+sharing_module = importlib.import_module("flash_attn_dualkv.integrations.trl.sharing")
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 Ours = shared.SharedPromptRewardTrainer
+
+
+class Mine(shared.SharedPromptMixin, trl.RewardTrainer):
+    pass
 
 
 def model(name: str = "qwen3", attention: str = "sdpa", **options: Any) -> Any:
@@ -49,7 +58,7 @@ def trainer(cls: Any, made: Any, out: Path, *, arguments: dict[str, Any] | None 
     data = pairs(with_margin=config.pop("with_margin", False))
     torch.manual_seed(0)
     with quiet():
-        arguments = {"min_shared": 4, **(arguments or {})} if cls is Ours else {}
+        arguments = {"min_shared": 4, **(arguments or {})} if issubclass(cls, shared.SharedPromptMixin) else {}
         peft_config = config.pop("peft_config", None)
         args = trl.RewardConfig(**{**given, **config})
         given_to_both = dict(model=made, args=args, train_dataset=data, processing_class=tokenizer())
@@ -149,13 +158,22 @@ def test_fallback(inputs: dict[str, Any], reason: str, tmp_path: Path) -> None:
         (dict(verify_first_steps=1), "^verify_first_steps: expected 0"),
     ],
 )
-def test_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cls", [Ours, Mine])
+def test_refused(cls: Any, arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SharedPromptError, match=message):
-        trainer(Ours, model(), tmp_path, arguments=arguments)
+        trainer(cls, model(), tmp_path, arguments=arguments)
 
 
-def test_a_head_of_ones_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cls", [Ours, Mine])
+def test_a_head_of_ones_own(cls: Any, tmp_path: Path) -> None:
     other = model("gpt2", hidden_size=32)
     other.config.pad_token_id = 0
     with pytest.raises(SharedPromptError, match="generic head"):
-        trainer(Ours, other, tmp_path)
+        trainer(cls, other, tmp_path)
+
+
+def test_a_head_on_every_token() -> None:
+    other = transformers.AutoModelForTokenClassification.from_config(tiny_config("qwen3"))
+    sharing = sharing_module.Sharing(Options(), SimpleNamespace(use_liger_kernel=False))
+    with pytest.raises(SharedPromptError, match=r"a \*ForSequenceClassification, got Qwen3ForTokenClassification"):
+        sharing.install(other)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import runpy
@@ -18,8 +19,9 @@ import tiny_trl
 import torch
 import trl
 from hybrid_models import HYBRIDS, hybrid_model
-from tiny_models import SUPPORTED, lose_a_layout, tiny_model
+from tiny_models import SUPPORTED, check_equal, check_gradients, gradients, lose_a_layout, tiny_model
 from tiny_trl import (
+    GRADIENT,
     VALUE,
     StockInGroups,
     batch,
@@ -36,9 +38,11 @@ from tiny_trl import (
     trainer,
 )
 from torch import Tensor
+from trl.trainer.utils import add_fused_lm_head
 
 from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.errors import SharedPromptLayoutError
+from flash_attn_dualkv.integrations.fallback import Options
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,6 +226,67 @@ def test_model_families(family: str, tmp_path: Path) -> None:
     compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
     assert ours._sharing.tally.calls == 2
     assert not ours._sharing.tally.fallbacks
+
+
+def scored_alike() -> dict[str, Tensor]:
+    """Completions of one prompt that begin alike: the packed row has fewer scored rows than they have tokens."""
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (1, 30), generator=draw).repeat(4, 1)
+    ids[:, 25:] = torch.randint(3, 90, (4, 5), generator=draw)
+    labels = ids.clone()
+    labels[:, :12] = -100
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels)
+
+
+def with_trls_forward(name: str) -> Any:
+    options = dict(router_aux_loss_coef=0.1, output_router_logits=True) if name == "mixtral" else {}
+    model = tiny_model(name, attention="sdpa", **options).train()
+    add_fused_lm_head(model)
+    return model
+
+
+def share(model: Any) -> Any:
+    made = sharing.Sharing(Options(min_shared=4), SimpleNamespace(use_liger_kernel=False))
+    made.install(model)
+    return made
+
+
+@pytest.mark.parametrize("items", [None, 72, 200])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_the_loss_of_an_output(name: str, items: int | None) -> None:
+    """Scored rows that completions share count as often as they are scored, in the gradients too."""
+    found = []
+    for shares in (False, True):
+        model = with_trls_forward(name)
+        made = share(model) if shares else None
+        given = {} if items is None else dict(num_items_in_batch=torch.tensor(items))
+        loss = model(**scored_alike(), fused_lm_head=True, **given).loss
+        loss.backward()
+        found.append((loss.detach(), gradients(model)))
+    # The last row that they share is each one's own, as it scores different tokens.
+    assert made is not None and not made.tally.fallbacks and made.tally.tokens == 24 + 4 * 6
+    (expected, wanted), (got, own) = found
+    check_equal(got, expected, VALUE)
+    check_gradients(own, wanted, GRADIENT)
+
+
+def test_a_deep_copy_has_its_own_weights() -> None:
+    model = with_trls_forward("qwen3")
+    made = share(model)
+    before = model(**scored_alike(), fused_lm_head=True).log_probs.detach()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in twin.parameters():
+            one.mul_(1.1)
+    stock = with_trls_forward("qwen3")
+    stock.load_state_dict(twin.state_dict())
+    expected = stock(**scored_alike(), fused_lm_head=True).log_probs
+    assert (expected - before).abs().max() > 0.01
+    check_equal(twin(**scored_alike(), fused_lm_head=True).log_probs.detach(), expected.detach(), VALUE)
+    with made.paused():
+        assert torch.equal(twin(**scored_alike(), fused_lm_head=True).log_probs, expected)
+    assert torch.equal(model(**scored_alike(), fused_lm_head=True).log_probs, before)
+    assert made.tally.calls == 3 and not made.tally.fallbacks
 
 
 @pytest.mark.skipif("gemma4_text" not in SUPPORTED, reason="not in this version")

@@ -11,6 +11,7 @@ share and others not, their collectives are the same.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from ...checks import explain
 from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded, pack_prefix_tree
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
@@ -34,7 +36,7 @@ from ..transformers.images import images_of_samples, row_inputs, towers_without_
 from ..transformers.late import late_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_mark_of_text, num_mixing_layers, text_config
-from ..transformers.values import values_of_rows
+from ..transformers.values import check_classifier, values_of_rows
 from ..turns import BOUNDARY, deeper_tree, pack_deeper
 
 logger = get_logger(__name__)
@@ -85,7 +87,8 @@ class Sharing:
         """Let a model that has TRL's forward share prompts."""
         stock = causal_lm_of(model)
         take_layouts(stock)
-        kind = SharedValues if isinstance(stock, GenericForSequenceClassification) else SharedForward
+        # What TRL scores has an LM head.
+        kind = SharedValues if stock.get_output_embeddings() is None else SharedForward
         kind(self, stock)
 
 
@@ -104,10 +107,18 @@ class SharedForward:
 
         # `generate` looks at the signature; accelerate expects a method.
         @functools.wraps(type(causal_lm).forward)
-        def forward(_model: Any, *args: Any, **inputs: Any) -> Any:
-            return self.answer(*args, **inputs)
+        def forward(model: Any, *args: Any, **inputs: Any) -> Any:
+            return (self if model is self.causal_lm else self._of_a_copy(model)).answer(*args, **inputs)
 
         causal_lm.forward = types.MethodType(forward, causal_lm)
+
+    def _of_a_copy(self, model: Any) -> SharedForward:
+        """This for a deep copy of the model: its forward is bound to it, and is the same function."""
+        twin = copy.copy(self)
+        twin.causal_lm = model
+        if isinstance(self.stock, types.MethodType):
+            twin.stock = types.MethodType(self.stock.__func__, model)
+        return twin
 
     def answer(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
         """The output for a padded batch: TRL asks for scores, generation for logits."""
@@ -124,7 +135,10 @@ class SharedForward:
             return self.stock(*args, fused_lm_head=True, **inputs)
         layout = row["shared_prompt_layout"]
         self.sharing.tally.add(batch.num_replicated_tokens, layout.num_tokens, unread=layout.num_unread)
-        return _unpack(output, is_scored[:, 1:], batch)
+        output = _unpack(output, is_scored[:, 1:], batch)
+        weight = getattr(text_config(self.causal_lm.config), "router_aux_loss_coef", 0.0)
+        output["loss"] = _loss(output, inputs.get("num_items_in_batch"), weight)
+        return output
 
     @torch.compiler.disable
     def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, PackedBatch, dict[str, Any]]:
@@ -154,7 +168,7 @@ class SharedForward:
         else:
             batch = self._completions(ids, attention_mask, is_prompt.sum(1), images)
         self._check_savings(batch)
-        passed_on = {name: inputs[name] for name in _PASSED_ON if name in inputs}
+        passed_on = {name: inputs[name] for name in _PASSED_ON - {"num_items_in_batch"} if name in inputs}
         # The packed row is text too.
         row = passed_on | {name: torch.zeros_like(batch.input_ids)[None] for name in marks}
         try:
@@ -248,7 +262,23 @@ class SharedForward:
 
 
 class SharedValues(SharedForward):
-    """Takes the place of a reward model's forward: one value of each sequence, which share what they begin with."""
+    """Takes the place of a reward model's forward: one value of each sequence, which share what they begin with.
+
+    Raises:
+        SharedPromptError: a model without the generic head of sequence classification; options about prompts.
+    """
+
+    def __init__(self, sharing: Sharing, causal_lm: Any) -> None:
+        check_classifier(causal_lm)
+        kind, options = type(causal_lm).__name__, sharing.options
+        if not isinstance(causal_lm, GenericForSequenceClassification):
+            raise SharedPromptError(explain("model", "a *ForSequenceClassification", kind))
+        got = f"{{}} for a {kind}, whose sequences have no prompts of their own"
+        if options.min_shared is None:
+            raise SharedPromptError(explain("min_shared", "a number", got.format(None)))
+        if (most := options.max_responses_per_group) is not None:
+            raise SharedPromptError(explain("max_responses_per_group", "None", got.format(most)))
+        super().__init__(sharing, causal_lm)
 
     @torch.compiler.disable(recursive=False)
     def answer(self, *args: Any, **inputs: Any) -> Any:
@@ -324,3 +354,16 @@ def _unpack(output: Any, is_scored: Tensor, batch: PackedBatch) -> Any:
         return values.new_zeros(is_scored.shape).masked_scatter(is_scored, values)
 
     return type(output)(**{name: placed(value) for name, value in output.items()})
+
+
+@torch.compiler.disable
+def _loss(output: Any, num_items: Any, aux_weight: float) -> Tensor:
+    """As of TRL's forward for a padded batch; that of the packed row counts scored rows that samples share once.
+
+    Args:
+        output: for the padded batch.
+        num_items: scored tokens of all micro-batches of a step, which divide the sum; None: those of this one.
+        aux_weight: of the loss that balances experts, where there is one.
+    """
+    loss: Tensor = -output.log_probs.sum() / (output.label_mask.sum().clamp(min=1) if num_items is None else num_items)
+    return loss if output.aux_loss is None else loss + aux_weight * output.aux_loss

@@ -14,8 +14,6 @@ from ...checks import explain
 from ...data.pack import MIN_SHARED
 from ...errors import SharedPromptError
 from ..fallback import PREFIX, TRL_REASONS, Options, Refusal, Verification, difference, savings, worst_of_ranks
-from ..transformers.structure import causal_lm_of
-from ..transformers.values import check_classifier
 from .regroup import keep_siblings_together
 from .sharing import Sharing
 
@@ -183,11 +181,3 @@ class SharedPromptRewardTrainer(SharedPromptMixin, RewardTrainer):
 
     There is no prompt but what is equal, so that `min_shared` must be a number, and `max_responses_per_group` None.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for name, expected, is_none in (("min_shared", "a number", False), ("max_responses_per_group", "None", True)):
-            if name in kwargs and (kwargs[name] is None) != is_none:
-                got = f"{kwargs[name]} for a {type(self).__name__}, whose sequences have no prompts of their own"
-                raise SharedPromptError(explain(name, expected, got))
-        super().__init__(*args, **kwargs)
-        check_classifier(causal_lm_of(self.model))
