@@ -22,6 +22,7 @@ its output are added.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -354,7 +355,7 @@ def main() -> None:
         losses = [] if on_gpu else train(model, options.steps)
         _, cache, seconds = [generate(model, prompts, options.requests, options.new) for _ in range(2)][-1]
         loss = f"{losses[0]:.2f} to {losses[-1]:.2f}" if losses else "-"
-        later = sorted(seconds[1:])[len(seconds) // 2]
+        later = statistics.median(seconds[1:]) if seconds[1:] else float("nan")
         print(f"{kind:8} {loss:>14} {cache.bytes / 2**20:11.2f} {1e3 * seconds[0]:16.2f} {1e3 * later:15.2f}")
 
 

@@ -124,3 +124,12 @@ def test_prompts_are_whole_pages() -> None:
         fused_kv.generate(model_of("lite"), [torch.arange(17)], 1, 2)
     with pytest.raises(ValueError, match="^shape: expected a kind"):
         Model(replace(SHAPE, kind="other"))
+
+
+@pytest.mark.parametrize("new", [1, 2, 4])
+def test_the_table(new: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["fused_kv.py", "--steps", "1", "--requests", "1", "--new", str(new)])
+    fused_kv.main()
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == list(KINDS)
+    assert [row.split()[-1] == "nan" for row in rows] == [new == 1] * len(KINDS)  # there is no later token
