@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import gpu_input_batch, gpu_model_runner
 from vllm.v1.worker.gpu import input_batch, model_runner, states
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.spec_decode import speculator
 from vllm.v1.worker.utils import AttentionGroup
 from vllm_steps import Calls, Layer, Request
 
@@ -115,7 +116,7 @@ def test_signatures() -> None:
     for kind in (backend.SharedPrefixBackend, backend.SharedPrefixMetadataBuilder, backend.SharedPrefixImpl):
         for name, function in vars(kind).items():
             function = getattr(function, "__func__", function)
-            if callable(function) and name != "use_cascade_attention" and not name.startswith("_un"):
+            if callable(function) and name not in ("use_cascade_attention", "refuse", "_unplanned"):
                 assert steps.parameters(function) == steps.parameters(getattr(kind.__mro__[1], name)), name
 
 
@@ -306,6 +307,28 @@ def test_seams_of_the_runners(monkeypatch: pytest.MonkeyPatch) -> None:
         assert replaced(runner, **arguments) in (arguments, {})
         noted = prompts.newest()
         assert noted is not None and noted.lengths.tolist() == lengths
+
+
+def test_drafts_are_vllms_own(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builders that a speculator of the second runner makes have no plan, whatever metadata says; others keep theirs."""
+    monkeypatch.setattr(speculator.DraftModelSpeculator, "set_attn", stock_of(speculator.DraftModelSpeculator.set_attn))
+    layer = Layer()
+    target, draft = steps.builder(layer), steps.builder(layer)
+    group = AttentionGroup(backend.SharedPrefixBackend, [steps.NAME], draft.kv_cache_spec, 0)
+    another = AttentionGroup(flash_attn.FlashAttentionBackend, ["another"], draft.kv_cache_spec, 0)
+    group.metadata_builders, another.metadata_builders = [draft], [SimpleNamespace()]
+    monkeypatch.setattr(speculator, "init_attn_backend", lambda *_, **__: ([[group], [another]], None, None))
+    runs = SimpleNamespace(
+        attn_vllm_config=None, device=None, draft_attn_layer_names=set(), _configure_decode_metadata_update=lambda: None
+    )
+    speculator.DraftModelSpeculator.set_attn(runs, None, None, None, None, None)
+    common = steps.metadata(DECODING)
+    for build in (draft.build_for_cudagraph_capture, lambda one: draft.build(0, one)):
+        assert not hasattr(build(common), backend._SHARED)
+    assert hasattr(target.build_for_cudagraph_capture(common), backend._SHARED)
+    run(layer, draft, DECODING)
+    assert calls.rows == [6] and draft._sharing.lacking == "a draft model"
+    assert draft._sharing.statistics.stock == {"a draft model": 3}
 
 
 def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:

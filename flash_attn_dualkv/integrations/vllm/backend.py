@@ -71,7 +71,11 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         self._is_drafting = self._is_capturing = False
         reason = why_stock(vllm_config, layers)
         if reason is not None:
-            self._sharing.refuse(reason)
+            self.refuse(reason)
+
+    def refuse(self, reason: str) -> None:
+        """Leave all steps to vLLM's own attention from now on."""
+        self._sharing.refuse(reason)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         common = common_attn_metadata

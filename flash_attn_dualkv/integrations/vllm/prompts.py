@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lengths of the prompts of a step, from vLLM's model runners.
+"""What vLLM's model runners know and do not tell attention backends: prompts' lengths, and drafts.
 
 The metadata of a step that vLLM hands to attention backends has no lengths of prompts; its runners
 do, in the order of the step's requests, after preemption and reordering, and where steps are
-scheduled ahead. Both runners are listened to when they make a step's metadata.
+scheduled ahead. Both runners are listened to when they make a step's metadata. Which builders are a
+draft model's is known where the second runner's speculators make them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..replacing import replace_once
@@ -51,15 +53,28 @@ def _of_second_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_attn
 
 
-# vLLM's runners: module, method, and what makes the replacement.
+def _of_speculators(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def set_attn(speculator: Any, *args: Any, **kwargs: Any) -> None:
+        """CUDA graphs of a draft replay its steps, of which only some are built: a plan would be an older step's."""
+        stock(speculator, *args, **kwargs)
+        for group in chain.from_iterable(speculator.attn_groups):
+            for builder in group.metadata_builders:
+                if hasattr(builder, "refuse"):
+                    builder.refuse("a draft model")
+
+    return set_attn
+
+
+# Of vLLM: module, class, method, and what makes the replacement.
 SEAMS = (
-    ("vllm.v1.worker.gpu_model_runner", "_build_attention_metadata", _of_first_runner),
-    ("vllm.v1.worker.gpu.model_runner", "prepare_attn", _of_second_runner),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_build_attention_metadata", _of_first_runner),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", _of_second_runner),
+    ("vllm.v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator", "set_attn", _of_speculators),
 )
 
 
 def install() -> None:
     """Listen to the runners of this process: to those that it has imported."""
-    for module, method, make in SEAMS:
+    for module, owner, method, make in SEAMS:
         if module in sys.modules:
-            replace_once(sys.modules[module].GPUModelRunner, method, make)
+            replace_once(getattr(sys.modules[module], owner), method, make)
