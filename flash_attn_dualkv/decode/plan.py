@@ -113,8 +113,8 @@ class SharedPrefixPlan:
                 tuned for 1 to 16 each. None: one query for each request.
             boundaries: (B,), where the keys of each request are cut as training cuts them into a
                 prompt and a response: its prompt's length. It decides about the bits of the
-                request's rows, not about what is read. None: nowhere, as a sequence that is trained
-                by itself.
+                request's rows, not about what is read. One behind the request's keys, or None: cut
+                nowhere, as a sequence that is trained by itself.
             num_queries: rows of q; those that no request owns are padding. B without
                 `cu_seqlens_q`, else `max_queries` if None.
             parents, shared_pages: (B,), both or neither, from an engine that knows its tree, which

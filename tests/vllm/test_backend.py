@@ -182,6 +182,18 @@ def test_prompts_decide_where_requests_are_cut() -> None:
     assert builder._sharing._plan.step.boundaries.tolist() == [one.prompt for one in DECODING]
 
 
+def test_checked_contents_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DUALKV_DEBUG=1, requests as capture steps have them: unknown ones, or of no prompt, with a key each."""
+    monkeypatch.setenv("DUALKV_DEBUG", "1")
+    builder = steps.builder(Layer())
+    builder.build_for_cudagraph_capture(steps.metadata([Request(1, 1, 0, [0]), Request(1, 1, 9, [0])]))
+    assert builder._sharing._plan.step.boundaries.tolist() == [0, 8]
+    common = steps.metadata([Request(1, 1, 0, [0]), Request(1, 1, 0, [0])])
+    prompts.note(np.zeros(1, dtype=np.int32))
+    builder.build_for_cudagraph_capture(common)
+    assert builder._sharing._plan.step.boundaries.tolist() == [0, np.iinfo(np.int32).max]
+
+
 # --- what is vLLM's own ---------------------------------------------------------------------------
 
 

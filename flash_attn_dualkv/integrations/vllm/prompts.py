@@ -55,8 +55,9 @@ def _of_second_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_speculators(stock: Callable[..., Any]) -> Callable[..., Any]:
     def set_attn(speculator: Any, *args: Any, **kwargs: Any) -> None:
-        """CUDA graphs of a draft replay its steps, of which only some are built: a plan would be an older step's."""
         stock(speculator, *args, **kwargs)
+        # CUDA graphs of a draft are replayed in steps for which nothing is built: a plan would be an
+        # older step's.
         for group in chain.from_iterable(speculator.attn_groups):
             for builder in group.metadata_builders:
                 if hasattr(builder, "refuse"):

@@ -145,7 +145,7 @@ class Sharing:
         noted = prompts.newest()
         if noted is not None:
             known = noted.lengths[:requests]
-            cuts[: len(known)] = known - SHIFTS[self.settings.boundary]
+            cuts[: len(known)] = np.maximum(known - SHIFTS[self.settings.boundary], 0)
         if not np.array_equal(cuts, self._known[:requests]):
             self._known[:requests] = cuts
             new = torch.from_numpy(cuts)
