@@ -61,8 +61,8 @@ def shared_prefix_decode(
 
     Returns:
         out (total_q, H, d); with `return_lse` the pair (out, lse), lse (H, total_q), the natural
-        logarithm, in float32 (float64 for float64). A row that sees no key is 0 and its LSE -inf
-        (its sink, with sinks); so are rows that no request owns, with an LSE of -inf.
+        logarithm, in float32 (float64 for float64). A row that sees no key, or that no request
+        owns, is 0 and its LSE -inf (its sink, with sinks).
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.

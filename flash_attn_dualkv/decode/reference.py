@@ -37,12 +37,13 @@ class Rows(NamedTuple):
 def decode(call: DecodeCall) -> Tensor:
     """Writes out (total_q, H, d) and returns lse (H, total_q) in float32, or float64 for float64.
 
-    Rows that are of no request or see no key are 0 and -inf; with sinks, a request's row that sees
-    no key has its sink as LSE.
+    A row that sees no key, or that no request owns, is 0 and its LSE -inf (its sink, with sinks).
     """
     q, heads = call.q, call.step.limits.num_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full((heads, len(q)), -math.inf, dtype=dtype, device=q.device)
+    if call.sinks is not None:
+        lse.copy_(call.sinks[:, None])
     with plain_arithmetic(q.device):
         call.out.zero_()
         for rows in query_blocks(call.step):

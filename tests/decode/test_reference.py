@@ -59,19 +59,20 @@ def test_a_cut_changes_nothing_but_bits() -> None:
     check(step, {}, boundaries=ints(*(one // 2 for one in step.seqlens)))
 
 
-def test_rows_that_no_request_owns_are_zero() -> None:
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1.0, 2.0, 4, dtype=torch.float64)])
+def test_rows_that_no_request_owns_are_zero(sinks: torch.Tensor | None) -> None:
     step = forest(2, most_queries=3)
     step.q = torch.cat([torch.ones_like(step.q[:2]), step.q, torch.ones_like(step.q[:1])])
     rows = len(step.q)
     offsets = ints(*(one + 2 for one in step.offsets))
     plan = step.plan(cu_seqlens_q=offsets, num_queries=rows)
-    out, lse = shared_prefix_decode(step.q, step.k_cache, step.v_cache, plan, return_lse=True)
+    out, lse = shared_prefix_decode(step.q, step.k_cache, step.v_cache, plan, sinks=sinks, return_lse=True)
     step.q = step.q[2:-1]
-    expected, expected_lse = step.expected()
+    expected, expected_lse = step.expected(sinks=sinks)
     torch.testing.assert_close(out[2:-1], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse[:, 2:-1], expected_lse, rtol=1e-12, atol=1e-12)
     for index in (0, 1, -1):
-        assert not out[index].any() and (lse[:, index] == -math.inf).all()
+        assert not out[index].any() and (lse[:, index] == (-math.inf if sinks is None else sinks)).all()
 
 
 def test_out_is_written_and_returned() -> None:

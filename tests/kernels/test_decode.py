@@ -233,8 +233,9 @@ def moved(step: Forest, rng: random.Random) -> Forest:
     return Forest(step.q, *caches, table, step.seqlens, step.queries)
 
 
-def test_rows_of_nobody(kernels: str) -> None:
-    """Rows before the first request and behind the last are 0, their LSE -inf; so are requests without keys."""
+@pytest.mark.parametrize("options", [{}, {"sinks": True}], ids=["plain", "sinks"])
+def test_rows_of_nobody(options: dict[str, Any], kernels: str) -> None:
+    """Rows before the first request and behind the last are 0, their LSE -inf or the sink; so is one without keys."""
     step, _ = random_step(CASES[0], 4)
     step = step.taken([index for index, keys in enumerate(step.seqlens) if keys][:3])
     q = torch.cat([step.q[:1], step.q, step.q[:2]])
@@ -244,10 +245,12 @@ def test_rows_of_nobody(kernels: str) -> None:
     )  # fmt: skip
     seqlens, offsets = ints(step.seqlens[0], 0, step.seqlens[2]).to(DEVICE), ints(1, 2, 3, 4).to(DEVICE)
     plan.update(step.block_table, seqlens, cu_seqlens_q=offsets, num_queries=6)
-    out, lse = shared_prefix_decode(q, step.k_cache, step.v_cache, plan, return_lse=True)
+    sinks = sinks_of(step, options)
+    out, lse = shared_prefix_decode(q, step.k_cache, step.v_cache, plan, sinks=sinks, return_lse=True)
     nobody = [0, 2, 4, 5]
-    assert (out[nobody] == 0).all() and (lse[:, nobody] == -torch.inf).all()
-    alone = shared_prefix_decode(*(step.taken([0]).q, step.k_cache, step.v_cache), step.taken([0]).plan("split"))
+    assert (out[nobody] == 0).all()
+    assert (lse[:, nobody] == (-torch.inf if sinks is None else sinks[:, None])).all()
+    alone, _ = decode(step.taken([0]), options, exact="split")
     oracle.assert_bits_equal("out", out[1:2], alone)
 
 
