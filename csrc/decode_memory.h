@@ -75,13 +75,14 @@ struct DecodeMemory {
     expect(asked.requests, asked.max_requests, "requests");
     expect(asked.queries, asked.max_queries, "queries");
     expect(asked.num_pages, INT_MAX, "num_pages", 1);
-    expect(asked.max_keys, kMaxPosition, "max_keys");
+    expect(asked.max_keys, kMostKeys, "max_keys");
     expect(asked.split_keys, kMaxPosition, "split_keys");
     expect(asked.columns * asked.page_size, asked.max_keys, "keys of a request, pages times their size");
     expect(asked.requests * asked.columns, INT_MAX, "entries of the block table");
     expect(asked.max_queries * asked.num_heads, kMostRows, "max_queries times num_heads");
   }
   static constexpr int64_t kMostRows = int64_t{1} << 30;
+  static constexpr int64_t kMostKeys = int64_t{1} << 25;  // PagedRows::fetch is exact for so many
 };
 
 }  // namespace dualkv

@@ -37,7 +37,7 @@ struct PagedRows {
 
   __device__ __forceinline__ FetchedPages fetch(int request, const DecodeTile& tile) const {
     const int slab = tile.position / kPageRows + lane;
-    // Exact below 2^21 slabs, and a fifth of an integer division.
+    // Exact below 2^21 slabs, which DecodeMemory asks for, and a fifth of an integer division.
     const int column = static_cast<int>((slab + 0.5f) * slabs_inverse);
     return {tile, p.table.entry(request, column), (slab - column * slabs) * kPageRows};
   }

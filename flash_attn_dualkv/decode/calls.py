@@ -19,6 +19,8 @@ from ..calls import Options
 from ..checks import MAX_ROWS, explain
 
 PAGE_ROWS = 16  # pages are multiples of it
+# Of a step, as the kernel that plans has memory for, and of a request, as kernels compute pages.
+MOST_REQUESTS, MOST_KEYS = 4096, 1 << 25
 
 
 class Limits(NamedTuple):
@@ -106,8 +108,9 @@ def tensors_of(call: DecodeCall) -> tuple[Tensor | None, ...]:
 
 def check_limits(limits: Limits) -> None:
     """TypeError or ValueError for sizes that no plan can have."""
+    most = {"max_requests": MOST_REQUESTS, "max_keys": MOST_KEYS}
     for name, value in zip(Limits._fields[:-1], limits):
-        checks.integer(name, value, 1, MAX_ROWS)
+        checks.integer(name, value, 1, most.get(name, MAX_ROWS))
     checks.integer("split_keys", limits.split_keys, 0, MAX_ROWS)
     if limits.page_size % PAGE_ROWS:
         raise ValueError(explain("page_size", f"a multiple of {PAGE_ROWS}", limits.page_size))
@@ -151,7 +154,7 @@ def check_table(block_table: Any, device: torch.device, most_columns: int = MAX_
 def check_step(step: Step, device: torch.device, most_columns: int = MAX_ROWS) -> None:
     """TypeError or ValueError for a step that no implementation may be handed."""
     limits = step.limits
-    check_table(step.block_table, device, min(most_columns, MAX_ROWS // limits.page_size))
+    check_table(step.block_table, device, min(most_columns, MOST_KEYS // limits.page_size))
     requests = step.block_table.shape[0]
     if requests > limits.max_requests:
         expected = f"at most {limits.max_requests} requests (max_requests)"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import checks, kernels, ops
 from ..checks import explain
-from .calls import Limits, Step, check_limits, check_step, check_table
+from .calls import MOST_KEYS, Limits, Step, check_limits, check_step, check_table
 from .operators import make_plan
 
 SPLIT_KV_HEADS = 2  # with so few, a walk of 8K keys takes longer than memory does
@@ -37,8 +37,8 @@ class SharedPrefixPlan:
     kernel, so that a plan serves one stream at a time.
 
     Args:
-        max_requests: the most requests of a step.
-        max_pages_per_request: the most columns of a block table.
+        max_requests: the most requests of a step, at most 4096.
+        max_pages_per_request: the most columns of a block table, of at most 2^25 rows.
         num_pages: of the caches.
         max_queries: the most rows of q; `max_requests` if None.
         page_size: rows of a page, a multiple of 16.
@@ -71,8 +71,8 @@ class SharedPrefixPlan:
         exact: str | None = None,
     ) -> None:  # fmt: skip
         max_queries = max_requests if max_queries is None else max_queries
-        page_size = checks.integer("page_size", page_size, 1, checks.MAX_ROWS)
-        most = checks.MAX_ROWS // page_size
+        page_size = checks.integer("page_size", page_size, 1, MOST_KEYS)
+        most = MOST_KEYS // page_size
         self.max_pages_per_request = checks.integer("max_pages_per_request", max_pages_per_request, 1, most)
         num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1, checks.MAX_ROWS)
         if exact is None:

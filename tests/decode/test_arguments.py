@@ -71,6 +71,8 @@ PLAN_ROWS: list[Row] = [
     ("no divisor", replace_by("num_kv_heads", 3), ValueError, "num_kv_heads", "3"),
     ("no multiple of 8", replace_by("head_dim", 20), ValueError, "head_dim", "20"),
     ("above the limit", replace_by("head_dim", 520), ValueError, "head_dim", "520"),
+    ("too many for the kernels", replace_by("max_requests", 4097), ValueError, "max_requests", "4097"),
+    ("too many keys", replace_by("max_pages_per_request", 2**21 + 1), ValueError, "max_pages_per_request", "2097153"),
     ("too many with the heads", replace_by("max_queries", 2**29), ValueError, "max_queries", str(2**29)),
     ("no device", replace_by("device", "gpu"), ValueError, "device", "'gpu'"),
     ("another device", replace_by("device", "meta"), ValueError, "device", "meta"),

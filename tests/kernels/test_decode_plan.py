@@ -262,6 +262,8 @@ def test_sizes_that_are_refused() -> None:
     limits = limits_for(requests, (4, 1), 64)
     with pytest.raises(ValueError, match="max_requests: expected 0 to 4096, got 4097"):
         Plan(limits._replace(max_requests=4097), 1)
+    with pytest.raises(ValueError, match="max_keys: expected 0 to 33554432, got 33554433"):
+        Plan(limits._replace(max_keys=2**25 + 1), 1)
     with pytest.raises(ValueError, match="queries: expected 0 to 1, got 2"):
         Plan(limits, 1).update(requests.step(1)._replace(queries=2))
 

@@ -21,9 +21,10 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from ...checks import CUDA_DTYPES
 from ...decode.attention import shared_prefix_decode
+from ...decode.calls import MOST_REQUESTS
 from . import prompts
 from .settings import read_settings
-from .sharing import MOST_REQUESTS, Geometry, Shared, Sharing
+from .sharing import Geometry, Shared, Sharing
 
 _SHARED = "dualkv_shared"  # of a step's metadata
 _PROMPTS = "dualkv_prompts"  # of a step's metadata: the metadata of the requests behind those that decode

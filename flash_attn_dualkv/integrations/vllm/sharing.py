@@ -23,7 +23,6 @@ from .log import say_once
 from .settings import Settings
 from .statistics import Statistics
 
-MOST_REQUESTS = 4096  # of a plan, on a GPU
 _NOWHERE = np.iinfo(np.int32).max  # a request that is not cut
 
 
