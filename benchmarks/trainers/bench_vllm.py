@@ -13,8 +13,6 @@ tokens.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, Result, gpu_folder, parser_of
-from vllm_rig import MARK
+from vllm_rig import run_child
 
 FOLDER = RESULTS / "trainers" / "vllm"
 # Settings of an engine, by the name under which it is measured, and its environment.
@@ -48,22 +46,15 @@ def run_engine(name: str, settings: dict[str, Any], limit: float) -> list[dict[s
     """Rows of an engine's process; those that it has printed if it fails or runs out of time."""
     own, environment = ENGINES[name]
     script = Path(__file__).with_name("vllm_rig.py")
-    command = [sys.executable, str(script), json.dumps(settings | own)]
     begin = time.perf_counter()
-    try:
-        done = subprocess.run(command, env=os.environ | environment, timeout=limit, capture_output=True, text=True)
-        out, err, end = done.stdout, done.stderr, f"exit status {done.returncode}"
-    except subprocess.TimeoutExpired as error:
-        out, err = ((one or b"").decode(errors="replace") for one in (error.stdout, error.stderr))
-        end = "time limit"
-    rows = [{"who": name} | json.loads(line[len(MARK) :]) for line in out.splitlines() if line.startswith(MARK)]
+    rows, output, end = run_child(str(script), [json.dumps(settings | own)], environment, limit)
     print(f"{name}: {len(rows)} rows, {end}, {time.perf_counter() - begin:.0f} s", flush=True)
     if end != "exit status 0":
-        print((out + err)[-6000:], flush=True)
-    for line in (out + err).splitlines():
-        if "flash_attn_dualkv" in line and MARK not in line:
+        print(output[-6000:], flush=True)
+    for line in output.splitlines():
+        if "flash_attn_dualkv" in line:
             print(f"  {line[:300]}")
-    return rows
+    return [{"who": name} | row for row in rows]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench_vllm import ENGINES
-from vllm_rig import MARK, Engine, describe, draw_prompts, running, set_weights
+from vllm_rig import MARK, Engine, describe, draw_prompts, run_child, running, set_weights
 
 LENGTHS = (40, 333, 1024, 2049, 3001)  # of the prompts
 RESPONSES, NEW, MODEL_LENGTH = 4, 48, 4096
@@ -74,16 +72,15 @@ def child(settings: dict[str, Any], kind: str) -> None:
         print(MARK + json.dumps({"found": found, "about": describe(llm)}), flush=True)
 
 
-def start(name: str, kind: str, more: dict[str, Any], limit: float) -> dict[str, Any]:
-    """What an engine's process has printed."""
+def start(name: str, kind: str, more: dict[str, Any], limit: float) -> dict[str, Any] | None:
+    """What an engine's process has sampled; None, with its output, if it has failed."""
     own, environment = ENGINES[name]
     settings = {"model": "qwen3-1.7b", "layers": 4} | own | more
-    command = [sys.executable, __file__, "--child", json.dumps(settings), "--only", kind]
-    done = subprocess.run(command, env=os.environ | environment, timeout=limit, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            return dict(json.loads(line[len(MARK) :]))
-    raise RuntimeError(f"{name} has failed:\n{(done.stdout + done.stderr)[-6000:]}")
+    rows, output, end = run_child(__file__, ["--child", json.dumps(settings), "--only", kind], environment, limit)
+    if not rows:
+        print(f"{name} {more} has FAILED: {end}\n{output[-6000:]}", flush=True)
+        return None
+    return dict(rows[0])
 
 
 def differences(one: Sampled, other: Sampled) -> tuple[int, int, float, float]:
@@ -98,10 +95,14 @@ def differences(one: Sampled, other: Sampled) -> tuple[int, int, float, float]:
 
 
 def check_greedy(limit: float) -> bool:
-    found = {name: start(name, "greedy", {}, limit) for name in ("stock", "triton", "dualkv", "trainer")}
+    started = {name: start(name, "greedy", {}, limit) for name in ("stock", "triton", "dualkv", "trainer")}
+    found = {name: one for name, one in started.items() if one is not None}
     together = {name: one["found"]["together"] for name, one in found.items()}
+    if not {"stock", "triton"} <= found.keys():
+        print("greedy: nothing to compare with", flush=True)
+        return False
     _, _, mean, largest = differences(together["stock"], together["triton"])
-    good = True
+    good = found.keys() == started.keys()
     for name, sampled in together.items():
         tokens, all_tokens, own_mean, own_largest = differences(together["stock"], sampled)
         fits = own_mean <= max(LARGEST_RATIO * mean, FLOOR) and own_largest <= max(LARGEST_RATIO * largest, 10 * FLOOR)
@@ -122,6 +123,9 @@ def check_invariant(limit: float) -> bool:
         ("stock_invariant", {}),
     ):
         answer = start(name, "invariant", more, limit)
+        if answer is None:
+            good = False
+            continue
         together = answer["found"]["together"]
         for case, sampled in answer["found"].items():
             is_equal = sampled == together

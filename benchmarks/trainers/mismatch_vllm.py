@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench_vllm import ENGINES
-from vllm_rig import MARK, Engine, draw_prompts, runner_of, running, set_weights
+from vllm_rig import MARK, Engine, draw_prompts, run_child, runner_of, running, set_weights
 
 GROUPS, N, PROMPT, NEW = 8, 4, 1000, 256
 DEFAULT = ("stock", "dualkv", "trainer", "stock_invariant", "dualkv_invariant")
@@ -112,13 +110,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.engines:
         own, environment = ENGINES[name]
         settings = {"model": options.model, "layers": options.layers, "options": {"gpu_memory_utilization": 0.5}} | own
-        command = [sys.executable, __file__, "--child", json.dumps(settings)]
-        done = subprocess.run(
-            command, env=os.environ | environment, timeout=options.limit_s, capture_output=True, text=True
-        )
-        rows = [line[len(MARK) :] for line in done.stdout.splitlines() if line.startswith(MARK)]
+        rows, output, end = run_child(__file__, ["--child", json.dumps(settings)], environment, options.limit_s)
         failed |= not rows
-        print(f"{name:16} {rows[0] if rows else (done.stdout + done.stderr)[-5000:]}", flush=True)
+        found = json.dumps(rows[0]) if rows else f"{end}\n{output[-5000:]}"
+        print(f"{name:16} {found}", flush=True)
     return int(failed)
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -55,6 +56,23 @@ class Engine:
     rollouts: list[list[int]] = field(default_factory=list)
     repeat: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+
+
+def run_child(script: str, arguments: list[str], environment: dict[str, str], limit: float) -> tuple[list[Any], str, str]:
+    """A Python script in a process of its own: its results, its other output, and how it ended.
+
+    Results that it has printed are kept when it fails or runs out of time.
+    """
+    command = [sys.executable, script, *arguments]
+    try:
+        done = subprocess.run(command, env=os.environ | environment, timeout=limit, capture_output=True, text=True)
+        out, err, end = done.stdout, done.stderr, f"exit status {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        out, err = ((one or b"").decode(errors="replace") for one in (error.stdout, error.stderr))
+        end = "time limit"
+    lines = out.splitlines()
+    rows = [json.loads(line[len(MARK) :]) for line in lines if line.startswith(MARK)]
+    return rows, "\n".join(line for line in [*lines, *err.splitlines()] if not line.startswith(MARK)), end
 
 
 def write_model(engine: Engine, folder: str, length: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import bench_vllm
 import check_vllm
+import mismatch_vllm
 import pytest
 import vllm_report
 import vllm_rig
@@ -46,10 +47,49 @@ def test_rows_of_a_process(fails: bool, monkeypatch: pytest.MonkeyPatch, capsys:
         assert json.loads(command[-1]) == {"layers": 2, "backend": "CUSTOM"} and options["env"]["PATH"]
         return real([sys.executable, "-c", program], **options)
 
-    monkeypatch.setattr(bench_vllm.subprocess, "run", run)
+    monkeypatch.setattr(vllm_rig.subprocess, "run", run)
     rows = bench_vllm.run_engine("dualkv", {"layers": 2}, 20.0 if fails else 2.0)
     assert rows == [{"who": "dualkv", "step_ms": 1.5}]
     assert ("exit status 3" if fails else "time limit") in capsys.readouterr().out
+
+
+class Engines:
+    """Stand for processes: each prints a result, but those whose settings have a word run out of time."""
+
+    def __init__(self, result: dict[str, Any], slow: str) -> None:
+        self.result, self.slow, self.count = result, slow, 0
+
+    def run(self, command: list[str], *, timeout: float, **_: Any) -> Any:
+        self.count += 1
+        if self.slow in "".join(command):
+            raise subprocess.TimeoutExpired(command, timeout, output=b"it was here", stderr=None)
+        return subprocess.CompletedProcess(command, 0, f"{vllm_rig.MARK}{json.dumps(self.result)}\n", "")
+
+
+SAMPLED = {"tokens": [[1, 2]], "logprobs": [[-1.0, -2.0]]}
+
+
+def test_slow_engines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that runs out of time is told of, with its output, and the others are compared."""
+    for check, slow, count, said in (
+        (check_vllm.check_greedy, '"exact": "trainer"', 4, "dualkv   against stock: 2 of 2 tokens"),
+        (check_vllm.check_greedy, "TRITON_ATTN", 4, "nothing to compare with"),
+        (check_vllm.check_invariant, "max_num_batched_tokens", 3, "stock_invariant {}: alone equal to the bit"),
+    ):
+        engines = Engines({"found": {"together": SAMPLED, "alone": SAMPLED}, "about": {}}, slow)
+        monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+        assert not check(1.0) and engines.count == count
+        text = capsys.readouterr().out
+        assert "FAILED: time limit\nit was here" in text and said in text
+        engines.slow = "no engine"
+        assert check(1.0)
+        capsys.readouterr()
+    engines = Engines({"mean": 0.5}, "TRITON_ATTN")
+    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+    assert mismatch_vllm.main(["--engines", "triton", "stock"]) == 1 and engines.count == 2
+    text = capsys.readouterr().out
+    assert "time limit\nit was here" in text and 'stock            {"mean": 0.5}' in text
+    assert mismatch_vllm.main(["--engines", "stock"]) == 0
 
 
 def test_comparison_of_samples() -> None:
