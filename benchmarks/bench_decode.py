@@ -276,7 +276,7 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     for impl, text in failed.items():
         print(name, impl, text, flush=True)
     for row in rows:
-        print(name, row["impl"], row.get("error") or f"{row['us']:.0f} us, {floor / row['us']:.3f} of copy", flush=True)
+        print(name, row["impl"], f"{row['us']:.0f} us, {floor / row['us']:.3f} of copy", flush=True)
     return rows
 
 
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("decoding is measured on a GPU")
     gpu = torch.cuda.get_device_name()
     folder: Path = RESULTS / "decode" / gpu_folder(gpu)
-    result = Result(options, folder, "decode", gpu, benchmark="decode")
+    result = Result(options, folder, "decode" if options.shape == SHAPES else "decode-shapes", gpu, benchmark="decode")
     rows: list[dict[str, Any]] = []
     for name in options.shape:
         rows += measure(name, options.rounds)

@@ -60,15 +60,14 @@ def plot(rows: pd.DataFrame, heading: str, path: Path) -> None:
 
 
 def render(folder: Path) -> list[Path]:
-    """The page of every GPU's newest file and its plot; returns what was written.
+    """The page of every GPU's file of all shapes and its plot; returns what was written.
 
     Raises:
         ResultError: a result must not be published.
     """
     parts = []
     for machine in sorted(path for path in folder.iterdir() if path.is_dir()):
-        frame = load(sorted(machine.glob("*.json")))
-        rows = frame[frame["date"] == frame["date"].max()]
+        rows = load([machine / "decode.json"])
         if rows["us"].isna().any() or not (rows["impl"] == OURS).any():
             raise ResultError(f"{machine}: expected times of all that ran, this library among them")
         heading = f"One layer of decoding, {rows['gpu'].iloc[0]}, commit {rows['commit'].iloc[0][:12]}"

@@ -37,6 +37,18 @@ def test_no_shape(name: str) -> None:
         bench_decode.make_step(name)
 
 
+@pytest.mark.parametrize(("arguments", "file"), [([], "decode"), (["--shape", "4x3x1K"], "decode-shapes")])
+def test_names_of_results(arguments: list[str], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some shapes are not written over the file of all, which is published."""
+    monkeypatch.setattr(bench_decode.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_decode.torch.cuda, "get_device_name", lambda: "G")
+    monkeypatch.setattr(bench_decode, "measure", lambda name, rounds: [{"shape": name}])
+    assert bench_decode.main(["--out", str(tmp_path), "--commit", "0", *arguments]) == 0
+    (found,) = tmp_path.iterdir()
+    shapes = [row["shape"] for row in json.loads(found.read_text())["rows"]]
+    assert found.name == f"{file}.json" and shapes == (arguments[1:] or list(bench_decode.SHAPES))
+
+
 def test_page(tmp_path: Path) -> None:
     header = {"benchmark": "decode", "gpu": "G", "torch": "1", "cuda": "1", "commit": "0123456", "dirty": False}
     rows = [{"shape": shape, "impl": impl, "us": us, "floor_us": 80.0} for shape in ("a", "b")
@@ -44,6 +56,7 @@ def test_page(tmp_path: Path) -> None:
     file = tmp_path / "G/decode.json"
     file.parent.mkdir()
     file.write_text(json.dumps({"header": header | {"date": "2026", "versions": {}}, "rows": rows}))
+    (file.parent / "decode-shapes.json").write_text("of some shapes, not read")
     (page,) = decode_report.render(tmp_path)
     (line,) = (one for one in page.read_text().split("\n") if one.startswith("| a "))
     assert [cell.strip() for cell in line.split("|")[1:-1]] == ["a", "80", "100", "250", "80%"]
