@@ -58,7 +58,9 @@ class Engine:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def run_child(script: str, arguments: list[str], environment: dict[str, str], limit: float) -> tuple[list[Any], str, str]:
+def run_child(
+    script: str, arguments: list[str], environment: dict[str, str], limit: float
+) -> tuple[list[Any], str, str]:
     """A Python script in a process of its own: its results, its other output, and how it ended.
 
     Results that it has printed are kept when it fails or runs out of time.

@@ -322,7 +322,7 @@ def test_seams_of_the_runners(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drafts_are_vllms_own(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builders that a speculator of the second runner makes have no plan, whatever metadata says; others keep theirs."""
+    """Builders that a speculator of the second runner makes have no plan, whatever metadata says; others do."""
     monkeypatch.setattr(speculator.DraftModelSpeculator, "set_attn", stock_of(speculator.DraftModelSpeculator.set_attn))
     layer = Layer()
     target, draft = steps.builder(layer), steps.builder(layer)
