@@ -122,6 +122,24 @@ def test_windows_without_kernels(monkeypatch, registered, steps):
     assert not steps["layers"]
 
 
+def test_pages_of_layers_are_counted_once():
+    """Layers have as many pages as all of their group, and a step asks for each layer's alone."""
+    asked, memory = [], torch.zeros(4, PAGE, 1, 8)
+
+    def pages(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(layer)
+        return memory[layer:], memory[layer:].clone()
+
+    allocator = SimpleNamespace(index=0, layer_indices=[0, 1], write_trash_index=0, get_cache_for_block_table=pages)
+    rollout = decode.Rollout(SimpleNamespace(device=torch.device("cpu"), layer_to_allocator=[allocator] * 2), 1)
+    q, table, offsets = torch.zeros(1, 1, 8), *(torch.tensor(one, dtype=torch.int32) for one in ([[0]], [0, 1]))
+    for _ in range(2):
+        asked.clear()
+        for layer in (0, 1):
+            rollout.decode(layer, q, q, q, table, offsets, decode.Options(None, -1, 0.0, None))
+    assert asked == [0, 1] and rollout.group_of(1).num_pages == 3
+
+
 def test_returns_share_pages(steps, request):
     """Forks of one prompt, sampled: the plan gets their pages as one, and where training cuts them."""
     model, returns = stock_model("qwen3"), 3

@@ -252,10 +252,11 @@ class Options(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Layers with one block table: its place among those of a step, and the first of the layers."""
+    """Layers with one block table: its place among those of a step, the first of the layers, pages that all have."""
 
     place: int
     first_layer: int
+    num_pages: int
     window: int  # rows of a ring of pages, which is all that a token sees; 0: none
     trash: int  # row of the flattened pages that tokens of padding are written to
 
@@ -324,7 +325,8 @@ class Rollout:
             offsets: (requests + 1,), of all keys of each request; a request without is padding.
             options: of the layer.
         """
-        group, (k_pages, v_pages) = self.group_of(layer), _pages(self._cache, layer)
+        group = self.group_of(layer)
+        k_pages, v_pages = (one[: group.num_pages] for one in _pages(self._cache, layer))
         if layer == group.first_layer:
             self._decoded[group.place] = self._plan(group, k_pages, q.shape[1], table, offsets)
         plan, rows = self._decoded[group.place]
@@ -409,24 +411,26 @@ def _group(cache: Any, layer: int) -> Group:
     if _is_older(cache):
         place = cache.layer_index_to_group_indices[layer][0]
         layers = [one for one, (other, _) in cache.layer_index_to_group_indices.items() if other == place]
-        window = cache.sliding_windows[layer]
-        return Group(place, min(layers), 0 if window == 1 else window, cache.write_trash_index)
-    allocator = cache.layer_to_allocator[layer]
-    trash, window = allocator.write_trash_index, getattr(allocator, "sliding_window", 0)
-    return Group(allocator.index, min(allocator.layer_indices), window, trash)
+        window = 0 if cache.sliding_windows[layer] == 1 else cache.sliding_windows[layer]
+        trash = cache.write_trash_index
+    else:
+        allocator = cache.layer_to_allocator[layer]
+        place, layers = allocator.index, allocator.layer_indices
+        window, trash = getattr(allocator, "sliding_window", 0), allocator.write_trash_index
+    # Where one tensor has the pages of all layers, views of later layers begin later in it and have
+    # fewer.
+    num_pages = min(len(_pages(cache, one)[0]) for one in layers)
+    return Group(place, min(layers), num_pages, window, trash)
 
 
 def _pages(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V of a layer as (pages, page_size, heads, head_dim), the same number of pages in all layers."""
+    """K and V of a layer as (pages, page_size, heads, head_dim)."""
     if _is_older(cache):  # each layer of a group has tensors of its own
         place = cache.layer_index_to_group_indices[layer][1]
         shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
         return cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
-    # One tensor has the pages of all layers: views of later layers begin later in it.
-    allocator = cache.layer_to_allocator[layer]
-    count = min(len(allocator.get_cache_for_block_table(one)[0]) for one in allocator.layer_indices)
-    k, v = allocator.get_cache_for_block_table(layer)
-    return k[:count], v[:count]
+    k, v = cache.layer_to_allocator[layer].get_cache_for_block_table(layer)
+    return k, v
 
 
 @torch.compiler.disable
