@@ -286,6 +286,31 @@ def test_verification(one_rank: dict[str, Found]) -> None:
     assert "shared_prompt/verify_failed" not in found.metrics[2]
 
 
+@pytest.mark.parametrize("chained", [False, True])
+def test_verification_of_scaled_losses(chained: bool) -> None:
+    """In fp16 the optimizer divides the gradients by the scale of losses: in its step, once."""
+    optimizers = importlib.import_module("megatron.core.optimizer.optimizer")
+    updates: list[bool] = []
+    scaler = SimpleNamespace(inv_scale=torch.tensor([1 / 1024]), update=updates.append)
+    parameter, main = torch.nn.Parameter(torch.ones(2, dtype=torch.float16)), torch.ones(2, requires_grad=True)
+    parameter.main_grad = torch.tensor([3072.0, 4096.0])
+    one: Any = object.__new__(optimizers.Float16OptimizerWithFloat16Params)
+    one.is_stub_optimizer, one.config = False, SimpleNamespace(timers=None)
+    one.float16_groups, one.fp32_from_float16_groups, one.fp32_from_fp32_groups = [[parameter]], [[main]], []
+    one.grad_scaler, one.found_inf = scaler, torch.zeros(1)
+    chain: Any = object.__new__(optimizers.ChainedOptimizer)
+    chain.chained_optimizers = [one]
+    optimizer = chain if chained else one
+    optimizer.get_grad_norm = lambda: main.grad.norm()
+    engine: Any = object.__new__(importlib.import_module(PLUGIN).SharedPromptMegatronEngine)
+    engine.optimizer = optimizer
+    for _ in range(2):
+        assert engine.gradient_norm() == 5120.0
+    assert parameter.main_grad.tolist() == [3072.0, 4096.0]
+    assert one.grad_scaler is scaler
+    assert not updates
+
+
 def test_routes_that_nobody_has_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As verl's own engine has it, an update of R2 without them is an error."""
     engines = importlib.import_module(PLUGIN)

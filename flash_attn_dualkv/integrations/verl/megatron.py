@@ -89,9 +89,19 @@ class _SharedPrompts(SharedPrompts):
         return self.param_dtype
 
     def gradient_norm(self) -> float:
-        # The optimizer's own gradients are made of the model's once more in its step.
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        # With a scaler of losses the optimizer divides gradients where they lie, which its step does once more, and
+        # finds another scale. Norms are compared with each other, so that both may have the scale in them.
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        scalers = [(one, one.grad_scaler) for one in parts if getattr(one, "grad_scaler", None) is not None]
+        for one, _ in scalers:
+            one.grad_scaler = None
+        try:
+            # The optimizer's own gradients are made of the model's once more in its step.
+            self.optimizer.prepare_grads()
+            return float(self.optimizer.get_grad_norm())
+        finally:
+            for one, scaler in scalers:
+                one.grad_scaler = scaler
 
     def forward_step(
         self, batch_iter: Any, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
