@@ -139,7 +139,10 @@ VERL_REASONS = {
     "multimodal": "samples have images, video or audio that cannot be shared",
     "positions": "position ids do not count the tokens of each sample",
     "temperature": "samples have different temperatures",
-    "distillation": "the loss is on a teacher's top-k, of a fused head",
+    "distillation": (
+        "the loss is on a teacher's top-k, whose logits neither a fused head makes (use_fused_kernels=False makes them) "
+        "nor Megatron's engine"
+    ),
     "logits": "calculate_sum_pi_squared wants all logits, which Megatron's engine does not form",
     "routing_replay": "routes of experts are recorded or replayed, which Megatron's engine alone shares prompts with",
     "forced_groups": "force_group_size is above 1",

@@ -19,6 +19,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: see
 pytest.importorskip("mbridge", reason="mbridge is not installed: see docs/verl.md")
 
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import (
     ACTOR,
@@ -34,6 +35,7 @@ from verl_runs import (
 )  # fmt: skip
 
 from flash_attn_dualkv import pack_shared_prompts
+from flash_attn_dualkv.integrations.fallback import Options
 
 ENGINE = f"{ACTOR}.megatron"
 PLUGIN = "flash_attn_dualkv.integrations.verl.megatron"
@@ -309,6 +311,31 @@ def test_verification_of_scaled_losses(chained: bool) -> None:
     assert parameter.main_grad.tolist() == [3072.0, 4096.0]
     assert one.grad_scaler is scaler
     assert not updates
+
+
+@pytest.mark.parametrize("wish", ["calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", None])
+def test_micro_batches_on_the_path_of_verl_are_those_of_verl(monkeypatch: pytest.MonkeyPatch, wish: str | None) -> None:
+    """Filled by unique tokens they would exceed the budget there."""
+    engines = importlib.import_module(PLUGIN)
+    engine: Any = object.__new__(engines.SharedPromptMegatronEngine)
+    engine.options, engine.engine_config = Options(), SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
+    monkeypatch.setattr(engine, "_kernels_lack", lambda: None)
+    prompt, count = torch.arange(50), 8
+
+    def jagged(values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+    samples = [torch.cat([prompt, 100 + torch.arange(10) + index]) for index in range(count)]
+    values = dict(
+        input_ids=jagged(samples), prompts=jagged([prompt] * count), position_ids=jagged([torch.arange(60)] * count)
+    )
+    data = TensorDict({**values, "temperature": torch.ones(count)}, batch_size=count)
+    tu.assign_non_tensor(data, max_token_len_per_gpu=140, use_dynamic_bsz=True, sp_size=1)
+    if wish is None:
+        assert len(engine.micro_batches(data, None, lambda: "verl's")[0]) == 1
+    else:
+        tu.assign_non_tensor(data, **{wish: True})
+        assert engine.micro_batches(data, None, lambda: "verl's") == "verl's"
 
 
 def test_routes_that_nobody_has_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

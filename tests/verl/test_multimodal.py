@@ -358,7 +358,8 @@ def test_rows_that_nobody_divides(monkeypatch: pytest.MonkeyPatch, is_divided: b
     engine: Any = plugin.SharedPromptFSDPEngine.__new__(plugin.SharedPromptFSDPEngine)
     engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = True, 2
     engine.stock_module, engine.decoder = SimpleNamespace(config=SimpleNamespace(vision_config={})), Decoder()
-    engine._why_not, engine.pad_to_length = lambda data: None, False
+    engine.pad_to_length = False
+    monkeypatch.setattr(plugin.SharedPrompts, "_why_not", lambda *args: None)
 
     def pack(*args: Any) -> None:
         raise NotImplementedError
@@ -370,3 +371,7 @@ def test_rows_that_nobody_divides(monkeypatch: pytest.MonkeyPatch, is_divided: b
             engine._plan_of(TensorDict(batch_size=0))
     else:
         assert engine._plan_of(TensorDict(batch_size=0)) == "multimodal"
+        monkeypatch.setattr(engine, "_apart", lambda data: ())
+        # Micro-batches filled by unique tokens would exceed the budget on verl's path.
+        data = TensorDict(batch_size=0)
+        assert engine.micro_batches(data, None, lambda: "verl's") == "verl's"

@@ -150,13 +150,21 @@ class _SharedPrompts(SharedPrompts):
             return False
         return True
 
+    def _ulysses_ranks(self) -> int:
+        return self.ulysses_sequence_parallel_size if self.use_ulysses_sp else 1
+
+    def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
+        if (reason := super()._why_not(data, apart)) is not None or self._ulysses_ranks() == 1:
+            return reason
+        # Multimodal models: verl leaves it to the decoder to divide the row, if it has patched that.
+        is_undivided = hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder)
+        return "multimodal" if is_undivided else None
+
     def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
         """The packed form of a micro-batch, or the word for why it stays as it is."""
         if (reason := self._why_not(micro_batch)) is not None:
             return reason
-        ranks = self.ulysses_sequence_parallel_size if self.use_ulysses_sp else 1
-        if ranks > 1 and hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder):
-            return "multimodal"  # verl leaves it to the decoder to divide the row, and has not patched it
+        ranks = self._ulysses_ranks()
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
         # Ranks of Ulysses have unequal numbers of response tokens; a fused head makes no logits.
         fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)

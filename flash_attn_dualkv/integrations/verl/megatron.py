@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,10 @@ class _SharedPrompts(SharedPrompts):
             return str(error)
         return None
 
+    def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
+        wants = (reason for name, reason in _LOGITS.items() if tu.get_non_tensor_data(data, name, False))
+        return super()._why_not(data, apart) or next(wants, None)
+
     def _dtype(self) -> torch.dtype:
         return self.param_dtype
 
@@ -128,9 +132,6 @@ class _SharedPrompts(SharedPrompts):
         """The packed form of a micro-batch, or the word for why it stays as it is."""
         if (reason := self._why_not(micro_batch)) is not None:
             return reason
-        for name, reason in _LOGITS.items():
-            if tu.get_non_tensor_data(micro_batch, name, False):
-                return reason
         config = self.engine_config
         ranks = config.tensor_model_parallel_size if unwrap_model(self.module[0]).config.sequence_parallel else 1
         bucket = config.pad_to_length_bucket if config.pad_to_length else 1
