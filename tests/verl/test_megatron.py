@@ -7,6 +7,7 @@ Layers are Megatron's local ones, as Transformer Engine needs a GPU: tests/helpe
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ from verl_runs import (
     run_beside,
 )  # fmt: skip
 
-from flash_attn_dualkv import pack_shared_prompts
+from flash_attn_dualkv import SharedPromptUnsupportedError, pack_shared_prompts
 from flash_attn_dualkv.integrations.fallback import Options
 
 ENGINE = f"{ACTOR}.megatron"
@@ -347,6 +348,28 @@ def test_routes_that_nobody_has_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
     forward = engine._replay(torch.nn.Identity(), None, TensorDict({}, batch_size=2))
     with pytest.raises(ValueError, match="routed_experts: expected routes .*R2.*R3.* got None"), forward:
         pass
+
+
+PACKAGE, OWN = "flash_attn_dualkv.integrations.verl", "flash_attn_dualkv.integrations.megatron"
+
+
+@pytest.mark.parametrize("lack", ["a version", "an import"])
+def test_another_megatron_core(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lack: str) -> None:
+    """Its engines stay verl's, which is said once; those of FSDP are shared all the same."""
+    plugin = importlib.import_module(PACKAGE)
+    for name in (PLUGIN, OWN):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, f"{OWN}.attention", None)  # an older one has not what this imports
+    if lack == "a version":
+        monkeypatch.setattr("megatron.core.__version__", "0.14.0")
+    caplog.clear()
+    plugin._install_for_megatron()
+    assert len(caplog.messages) == 1
+    expected = "got 0.14.0" if lack == "a version" else "megatron.attention"
+    assert "stay verl's own" in caplog.text and expected in caplog.text
+    if lack == "a version":
+        with pytest.raises(SharedPromptUnsupportedError, match=r"0.19.x, got 0.14.0"):
+            importlib.import_module(OWN)
 
 
 REFUSED = [

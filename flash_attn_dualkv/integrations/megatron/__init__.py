@@ -11,11 +11,15 @@ Programs that call the model themselves pass packed_seq_params=SharedPackedSeqPa
 and 0.19; docs/megatron.md.
 """
 
-from .attention import SharedPromptAttention, get_gpt_layer_shared_prompt_spec
-from .forward import score_logits, shared_prompt_forward, shared_prompt_values
-from .install import install
-from .params import SharedPackedSeqParams, divided_layout
-from .routes import recorded_routes, replay_routes
+from .support import check_version
+
+check_version()  # first: another version may lack what is imported below
+
+from .attention import SharedPromptAttention, get_gpt_layer_shared_prompt_spec  # noqa: E402
+from .forward import score_logits, shared_prompt_forward, shared_prompt_values  # noqa: E402
+from .install import install  # noqa: E402
+from .params import SharedPackedSeqParams, divided_layout  # noqa: E402
+from .routes import recorded_routes, replay_routes  # noqa: E402
 
 __all__ = [
     "SharedPackedSeqParams",

@@ -11,17 +11,31 @@ to a prompt on one rank, which verl's balancing would scatter. Where a micro-bat
 Made for verl 0.9.
 """
 
+import logging
+
 import verl.workers.engine
 
+from ...errors import SharedPromptUnsupportedError
 from ..fallback import Options
 from .balance import install as install_balance
 from .engine import SharedPromptFSDPEngine, SharedPromptFSDPValueEngine, install
 
 __all__ = ["Options", "SharedPromptFSDPEngine", "SharedPromptFSDPValueEngine", "install"]
 
+
+def _install_for_megatron() -> None:
+    """Where megatron-core is installed. What it lacks is no reason for workers of FSDP to end."""
+    if verl.workers.engine.MegatronEngine is None:
+        return
+    try:
+        from .megatron import install
+    except (ImportError, SharedPromptUnsupportedError) as error:
+        message = "flash_attn_dualkv: on Megatron prompts are NOT shared, its engines stay verl's own: %s"
+        logging.getLogger(__name__).warning(message, error)
+    else:
+        install()
+
+
 install()
 install_balance()
-if verl.workers.engine.MegatronEngine is not None:  # where megatron-core is installed
-    from .megatron import install as install_megatron
-
-    install_megatron()
+_install_for_megatron()
