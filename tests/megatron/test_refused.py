@@ -50,6 +50,7 @@ SETTINGS: list[tuple[str, Any]] = [
     ("cuda_graph_impl", "local"), ("enable_cuda_graph", True),
     ("experimental_attention_variant", "dsa"), ("defer_embedding_wgrad_compute", True),
     ("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("window_size", (4, 4)),
+    ("moe_input_jitter_eps", 0.1),
 ]  # fmt: skip
 
 
@@ -65,7 +66,6 @@ def test_settings(name: str, value: Any) -> None:
 TRAINING: list[tuple[str, dict[str, Any]]] = [
     (KIND, dict(attention_dropout=0.1)),
     (KIND, dict(hidden_dropout=0.1)),
-    ("experts", dict(moe_input_jitter_eps=0.1)),
     ("experts", dict(moe_aux_loss_coeff=0.01, moe_router_load_balancing_type="aux_loss")),
     ("experts", dict(moe_aux_loss_coeff=[0.01, 0.0], moe_router_load_balancing_type=["seq_aux_loss", "aux_loss"])),
     ("experts", dict(moe_z_loss_coeff=1e-3)),
@@ -279,7 +279,14 @@ def test_arguments() -> None:
         shared.SharedPackedSeqParams(plain)
     with pytest.raises(SharedPromptError, match="logits"):
         shared.score_logits(torch.zeros(batch.layout.num_tokens, 4), batch)
-    model.vocab_size = 3
-    with pytest.raises(SharedPromptError, match="token ids below 3"):
-        shared.shared_prompt_forward(model, batch)
+    for name in ("labels", "loss_mask"):
+        for function in (shared.shared_prompt_forward, shared.shared_prompt_values):
+            with pytest.raises(SharedPromptError, match=f"{name}: expected None .*the batch says"):
+                function(model, batch, **{name: batch.input_ids[None]})
+    last = tiny_chunk(KIND, tiny_config(KIND), pre_process=False)
+    shared.install(last)
+    for one in (model, last):  # stages that went on would wait for the one that raised
+        one.vocab_size = 3
+        with pytest.raises(SharedPromptError, match="token ids below 3"):
+            shared.shared_prompt_forward(one, batch)
     assert "rows of" in repr(shared.SharedPackedSeqParams(batch))

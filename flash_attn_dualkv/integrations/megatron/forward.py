@@ -55,7 +55,7 @@ def shared_prompt_forward(
             context parallelism its padding goes.
         temperature: divides the logits; finite and > 0.
         with_entropy: also compute the entropy of each distribution (natural log, differentiable).
-        inputs: further arguments of the chunk's forward, `decoder_input` for one.
+        inputs: further arguments of the chunk's forward, `decoder_input` for one; no `labels` and no `loss_mask`.
 
     Returns:
         On the last stage (logps, entropy), each (scored tokens,) in float32 (float64 for float64 models), in the order
@@ -110,7 +110,12 @@ def layout_of(model: nn.Module, batch: PackedBatch) -> ContextLayout | None:
 
 def _run(model: nn.Module, batch: PackedBatch, layout: ContextLayout | None, **inputs: Any) -> Any:
     chunk, params = installed_chunk(model), SharedPackedSeqParams(batch, layout)
-    if chunk.pre_process and batch.max_token >= chunk.vocab_size:
+    for name in ("labels", "loss_mask"):
+        if inputs.get(name) is not None:
+            expected = "None (the batch says what is scored, the loss function weights it)"
+            raise SharedPromptError(explain(name, expected, checks.describe(inputs[name])))
+    # On all stages: if one raised alone, the others would wait for it.
+    if batch.max_token >= chunk.vocab_size:
         raise SharedPromptError(explain("batch", f"token ids below {chunk.vocab_size}", batch.max_token))
     rows = batch.input_ids if layout is None else layout.shard(batch.input_ids)
     return model(rows[None], position_ids_of(chunk, params), None, packed_seq_params=params, **inputs)

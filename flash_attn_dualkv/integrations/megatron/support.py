@@ -65,6 +65,8 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
         yield "experimental_attention_variant", "None"
     if has("defer_embedding_wgrad_compute"):
         yield "defer_embedding_wgrad_compute", "False (the head runs over some rows at a time)"
+    if has("moe_input_jitter_eps"):
+        yield "moe_input_jitter_eps", "None (Megatron's routers draw in eval mode, too: a row cannot have several draws)"
     if has("moe_router_force_load_balancing"):
         yield "moe_router_force_load_balancing", "False (routes are random)"
     if getattr(config, "moe_router_force_biased", None) is not None:
@@ -84,7 +86,7 @@ def check_training(model: nn.Module, config: Any) -> None:
     """
     if not model.training:
         return
-    for name in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps"):
+    for name in ("attention_dropout", "hidden_dropout"):
         if getattr(config, name, None):
             expected = "0 in training mode (one row of a prompt cannot have a draw for each response)"
             raise SharedPromptError(explain(name, expected, getattr(config, name)))
