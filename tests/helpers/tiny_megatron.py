@@ -26,6 +26,7 @@ megatron = importlib.import_module("flash_attn_dualkv.integrations.megatron")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 VOCABULARY = 96
@@ -198,6 +199,23 @@ def alone(model: Any, sequences: Sequences) -> Tensor:
         logps = model(ids[None], positions, hidden, runtime_gather_output=True)[0].float().log_softmax(-1)
         places = torch.tensor(mask).nonzero()[:, 0]
         found.append(logps[places - 1].gather(-1, ids[places][:, None])[:, 0])
+    return torch.cat(found)
+
+
+def drawn(batch: PackedBatch, layers: int) -> Tensor:
+    """Routes of all tokens, the same for those that share a row: (sum L, layers, 2)."""
+    scores = torch.rand(batch.layout.num_tokens, layers, 4, generator=torch.Generator().manual_seed(3))
+    return scores.topk(2).indices[batch.row_index]
+
+
+def replayed_alone(model: Any, sequences: Sequences, routes: Tensor) -> Tensor:
+    """`alone`, with the routes of all tokens in the last layer of a model."""
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    found = []
+    lengths = [len(one) for one in sequences.tokens]
+    for tokens, mask, own in zip(sequences.tokens, sequences.masks, routes.split(lengths)):
+        RouterReplay.set_replay_data([own[:, -1]])
+        found.append(alone(model, Sequences([tokens], [mask])))
     return torch.cat(found)
 
 

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron_cpu import megatron_on_the_cpu
 from processes import run_ranks
 from tiny_megatron import alone, check_close, check_gradients, gradients, megatron, tiny_chunk, tiny_config, weights_of
@@ -40,6 +41,7 @@ class Setup:
     loss: str = "mean"  # how Megatron takes losses: by micro-batch, by micro-batch with its tokens, or by token
     distributed: bool = False  # the gradients of a distributed optimizer
     config: dict[str, Any] = field(default_factory=dict)
+    replays: bool = False  # routes of experts, other ones than those that routers find
 
 
 SETUPS = {
@@ -62,6 +64,8 @@ SETUPS = {
         "experts", 2, sequence=True, experts=dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     ),
     "ep 2, cp 2": Setup("experts", context=2, experts=dict(expert_model_parallel_size=2)),
+    "ep 2, cp 2, replayed": Setup("experts", context=2, experts=dict(expert_model_parallel_size=2), replays=True),
+    "cp 2, tp 2, sp, replayed": Setup("experts", 2, sequence=True, context=2, replays=True),
     "tp 2, sp, pp 2, latent": Setup("latent, yarn", 2, 2, sequence=True),
     "tp 2, pp 2, latent": Setup("latent, yarn", 2, 2),
     "tied, tp 2, pp 2": Setup("tied", 2, 2),
@@ -101,7 +105,7 @@ def test_equals_each_sequence_alone(name: str) -> None:
     setup, found = SETUPS[name], Found.get()
     ranks = [found[rank, name] for rank in range(RANKS)]
     with megatron_on_the_cpu():
-        config = tiny_config(setup.kind)
+        config = tiny_config(setup.kind, moe_enable_routing_replay=setup.replays)
         model = tiny_chunk(setup.kind, config)
         whole = {name: one for rank in ranks for name, one in rank["parameters"].items()}
         with torch.no_grad():
@@ -109,10 +113,15 @@ def test_equals_each_sequence_alone(name: str) -> None:
                 one.copy_(whole[parameter_name])
         expected = []
         for make in MICRO_BATCHES:
-            logps = alone(model, make()[0])
+            sequences, batch = make()
+            if setup.replays:
+                logps = tiny.replayed_alone(model, sequences, tiny.drawn(batch, 2))
+            else:
+                logps = alone(model, sequences)
             ((logps * weights_of(len(logps))).sum() / _divisor(setup, len(logps))).backward()
             expected.append(logps.detach())
         expected_gradients = gradients(model)
+    RouterReplay.clear_global_router_replay_instances()
     scored = [rank["logps"] for rank in ranks if rank["logps"]]
     assert len(scored) == RANKS // setup.pipeline
     for logps in scored:
@@ -144,6 +153,7 @@ def _run_rank(rank: int, setups: dict[str, Setup], results: Any) -> None:
             batches = [make()[1] for make in MICRO_BATCHES[::step]]
             found = _step(setup, batches, partial(_score_shared, setup))
             results[rank, name] = {**found, "logps": found["logps"][::step]}
+            RouterReplay.clear_global_router_replay_instances()
             if "latent" in setup.kind and setup.tensor > 1:
                 results[rank, name, "stock"] = _step(setup, _sequences_with_weights(setup.tensor), _score_stock)
 
@@ -153,7 +163,7 @@ def _step(setup: Setup, micro_batches: list[Any], score: Any) -> dict[str, Any]:
     config = tiny_config(
         setup.kind, tensor_model_parallel_size=setup.tensor, pipeline_model_parallel_size=setup.pipeline,
         virtual_pipeline_model_parallel_size=setup.virtual, sequence_parallel=setup.sequence,
-        context_parallel_size=setup.context, **setup.experts,
+        context_parallel_size=setup.context, **setup.experts, moe_enable_routing_replay=setup.replays,
         variable_seq_lengths=setup.pipeline > 1, batch_p2p_comm=False, overlap_p2p_comm=bool(setup.virtual),
         **setup.config,
     )  # fmt: skip
@@ -240,7 +250,11 @@ def _score_stock(scored: list[Tensor], batches: Any, chunk: Any) -> Any:
 
 
 def _score_shared(setup: Setup, scored: list[Tensor], batches: Any, chunk: Any) -> Any:
-    output = megatron.shared_prompt_forward(chunk, next(batches))
+    batch = next(batches)
+    if setup.replays:
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        megatron.replay_routes(chunk, batch, tiny.drawn(batch, 2))
+    output = megatron.shared_prompt_forward(chunk, batch)
 
     def loss(scores: Any) -> Any:
         logps, _ = scores

@@ -14,10 +14,20 @@ import tiny_megatron as tiny
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron_cpu import megatron_on_the_cpu
-from tiny_megatron import alone, check_close, check_gradients, gradients, megatron, tiny_chunk, tiny_config, weights_of
-from torch import Tensor
+from tiny_megatron import (
+    alone,
+    check_close,
+    check_gradients,
+    drawn,
+    gradients,
+    megatron,
+    replayed_alone,
+    tiny_chunk,
+    tiny_config,
+    weights_of,
+)  # fmt: skip
 
-from flash_attn_dualkv import PackedBatch, SharedPromptError, SharedPromptLayoutError
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
 
 KINDS = ("experts", "experts, sigmoid, shared", "latent, yarn, experts")
 BATCHES = {"prompts": tiny.prompts_and_responses, "tree": tiny.tree}
@@ -34,22 +44,6 @@ def _cpu() -> Iterator[None]:
 def chunk(kind: str = "experts", **options: Any) -> Any:
     """With one layer without experts, and one with 4, of which a token has 2."""
     return tiny_chunk(kind, tiny_config(kind, moe_enable_routing_replay=True, **options))
-
-
-def drawn(batch: PackedBatch, layers: int) -> Tensor:
-    """Routes of all tokens, the same for those that share a row: (sum L, layers, 2)."""
-    scores = torch.rand(batch.layout.num_tokens, layers, 4, generator=torch.Generator().manual_seed(3))
-    return scores.topk(2).indices[batch.row_index]
-
-
-def replayed_alone(model: Any, sequences: tiny.Sequences, routes: Tensor) -> Tensor:
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    found = []
-    lengths = [len(one) for one in sequences.tokens]
-    for tokens, mask, own in zip(sequences.tokens, sequences.masks, routes.split(lengths)):
-        RouterReplay.set_replay_data([own[:, -1]])
-        found.append(alone(model, tiny.Sequences([tokens], [mask])))
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
