@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 
 import torch
+from processes import run_ranks
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData, NonTensorStack
 from verl import DataProto
@@ -19,6 +21,7 @@ from verl.utils.flops_counter import FlopsCounter
 
 import flash_attn_dualkv.integrations.verl as plugin
 from flash_attn_dualkv import pack_shared_prompts
+from flash_attn_dualkv.integrations.verl import sharing
 from flash_attn_dualkv.integrations.verl.balance import expected_tree, partitions
 from flash_attn_dualkv.integrations.verl.micro_batches import (
     Lengths,
@@ -28,6 +31,7 @@ from flash_attn_dualkv.integrations.verl.micro_batches import (
     samples_with_media,
     why_not,
 )
+from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
 
 UIDS = [f"uid_{index % 4}" for index in range(16)]  # a prompt's responses lie apart
@@ -306,7 +310,7 @@ def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> 
     data = TensorDict({"input_ids": ids, "position_ids": ids, "prompts": ids}, batch_size=2)
     tu.assign_non_tensor(data, temperature=1.0)
     engine = SharedPromptFSDPEngine.__new__(SharedPromptFSDPEngine)
-    engine.refusal = None
+    engine.refusal, engine.use_ulysses_sp = None, False
     engine.noise = {False: None}
     engine.stock_module, engine.config = SimpleNamespace(training=False, config=config), config
     assert engine._why_not(data) is None
@@ -319,6 +323,28 @@ def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> 
     assert engine._why_not(data) is None
     engine._autocast_dtype = torch.float32
     assert engine._why_not(data) == "dtype"
+
+
+def _begin(rank: int, results: Any) -> None:
+    engine: Any = SharedPrompts()
+    config = SimpleNamespace(model_type="qwen3")
+    engine.model_config = SimpleNamespace(override_config={}, hf_config=config)
+    for refusing in ([], [1], [0, 1]):
+        messages: list[str] = []
+        with patch.object(sharing.logger, "warning", lambda text, *args: messages.append(text % args)):
+            engine._begin("Model", config, 2, lambda: f"of rank {rank}" if rank in refusing else None)
+        results[rank, len(refusing)] = engine.refusal, messages
+
+
+def test_ranks_agree_on_whether_a_model_is_shared() -> None:
+    """Stages of a pipeline have other layers; those that share would wait for those that do not."""
+    found = run_ranks(_begin, 2)
+    said = "flash_attn_dualkv: prompts of Model are"
+    assert found[0, 0] == (None, [f"{said} shared"]) and found[1, 0] == (None, [])
+    refusal, messages = found[0, 1]
+    assert "another rank" in refusal and messages == [f"{said} NOT shared: {refusal}"]
+    assert found[1, 1] == ("of rank 1", [f"{said} NOT shared: of rank 1"])
+    assert [found[rank, 2][0] for rank in range(2)] == ["of rank 0", "of rank 1"]
 
 
 def test_samples_without_prompts() -> None:

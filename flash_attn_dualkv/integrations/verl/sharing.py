@@ -17,6 +17,7 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import EngineRegistry
 
 from ...data.batch import PackedBatch
+from ...data.split import largest_of_ranks
 from ..fallback import PREFIX, VERL_REASONS, Options, Verification, kernels_refusal
 from ..replacing import replace_once
 from .kinds import Kinds
@@ -77,20 +78,26 @@ class SharedPrompts:
             name: of the model.
             config: see above.
             ranks: that work on the same samples.
-            attach: prepares the model, or says why it cannot be.
+            attach: prepares the model, or says why it cannot be. Where one rank cannot, no rank shares: stages of a
+                pipeline would wait for each other.
         """
         self.config = config
         self.options = Options.of(self.model_config.override_config)
         self.order: list[int] = []
         self.verification = Verification(self.options.verify_first_steps, "train", "infer")
         self.announced: set[str] = set()
-        self.refusal = attach() if self.options.enabled else "switched off"
+        self.refusal: str | None = "switched off"
         self.statistics = Statistics(FlopsCounter(self.model_config.hf_config), ranks)
-        if self.options.enabled:
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            if rank == 0:
-                state = "are shared" if self.refusal is None else f"are NOT shared: {self.refusal}"
-                logger.warning("flash_attn_dualkv: prompts of %s %s", name, state)
+        if not self.options.enabled:
+            return
+        self.refusal = own = attach()
+        world = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+        (is_refused,) = largest_of_ranks([own is not None], world)
+        if is_refused and own is None:
+            self.refusal = "another rank cannot share its part of the model, and says why"
+        if own is not None or world is None or torch.distributed.get_rank() == 0:
+            state = "are shared" if self.refusal is None else f"are NOT shared: {self.refusal}"
+            logger.warning("flash_attn_dualkv: prompts of %s %s", name, state)
 
     def _announce(self, message: str) -> None:
         """Say it once."""
