@@ -378,6 +378,8 @@ REFUSED = [
     ("use_fused_kernels", True),
     ("lora", object()),
     ("vision_config", {}),
+    ("fp8", "hybrid"),
+    ("fp4", "e2m1"),
 ]
 
 
@@ -390,5 +392,5 @@ def test_engines_that_are_refused(name: str, value: Any) -> None:
     engine.engine_config = SimpleNamespace(**{**config, name: value})
     engine.model_config = SimpleNamespace(hf_config=hf_config)
     engine.peft_cls = value if name == "lora" else None
-    engine.module = []
-    assert name in engine._attach()
+    engine.module = [SimpleNamespace(config=SimpleNamespace(**{name: value}))]
+    assert engine._attach().startswith(f"{name}: ")

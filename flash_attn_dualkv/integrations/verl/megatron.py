@@ -68,6 +68,9 @@ class _SharedPrompts(SharedPrompts):
             return "lora: adapters of Megatron-Bridge are not known to be exact"
         if hasattr(model.hf_config, "vision_config"):
             return "vision_config: multimodal models are not shared on Megatron"
+        for name in ("fp8", "fp4"):
+            if any(getattr(unwrap_model(chunk).config, name, None) for chunk in self.module):
+                return f"{name}: packed rows are not padded as it needs them"
         try:
             install_in_model(self.module)
         except SharedPromptError as error:
