@@ -140,8 +140,8 @@ VERL_REASONS = {
     "positions": "position ids do not count the tokens of each sample",
     "temperature": "samples have different temperatures",
     "distillation": (
-        "the loss is on a teacher's top-k, whose logits neither a fused head makes (use_fused_kernels=False makes them) "
-        "nor Megatron's engine"
+        "the loss is on a teacher's top-k, whose logits Megatron's engine does not form, nor do fused heads "
+        "(FSDP: use_fused_kernels=False)"
     ),
     "logits": "calculate_sum_pi_squared wants all logits, which Megatron's engine does not form",
     "routing_replay": "routes of experts are recorded or replayed, which Megatron's engine alone shares prompts with",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -330,9 +330,10 @@ def _begin(rank: int, results: Any) -> None:
     config = SimpleNamespace(model_type="qwen3")
     engine.model_config = SimpleNamespace(override_config={}, hf_config=config)
     for refusing in ([], [1], [0, 1]):
-        messages: list[str] = []
-        with patch.object(sharing.logger, "warning", lambda text, *args: messages.append(text % args)):
-            engine._begin("Model", config, 2, lambda: f"of rank {rank}" if rank in refusing else None)
+        own = f"of rank {rank}" if rank in refusing else None
+        with patch.object(sharing.logger, "warning") as warning:
+            engine._begin("Model", config, 2, Mock(return_value=own))
+        messages = [text % tuple(args) for text, *args in (call.args for call in warning.call_args_list)]
         results[rank, len(refusing)] = engine.refusal, messages
 
 

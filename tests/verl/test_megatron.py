@@ -363,13 +363,25 @@ def test_another_megatron_core(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     if lack == "a version":
         monkeypatch.setattr("megatron.core.__version__", "0.14.0")
     caplog.clear()
-    plugin._install_for_megatron()
+    importlib.reload(plugin)
     assert len(caplog.messages) == 1
     expected = "got 0.14.0" if lack == "a version" else "megatron.attention"
     assert "stay verl's own" in caplog.text and expected in caplog.text
     if lack == "a version":
         with pytest.raises(SharedPromptUnsupportedError, match=r"0.19.x, got 0.14.0"):
             importlib.import_module(OWN)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lengths_with_context_parallelism(caplog: pytest.LogCaptureFixture, ranks: int) -> None:
+    """They cannot be rounded up, which is said."""
+    config = dict(virtual_pipeline_model_parallel_size=None, dynamic_context_parallel=False, use_fused_kernels=False)
+    engine: Any = object.__new__(importlib.import_module(PLUGIN).SharedPromptMegatronEngine)
+    engine.engine_config = SimpleNamespace(**config, context_parallel_size=ranks, pad_to_length=True)
+    engine.model_config, engine.module = SimpleNamespace(hf_config=SimpleNamespace()), []
+    engine.announced = set()
+    engine._attach()
+    assert ("pad_to_length is not used" in caplog.text) == (ranks > 1)
 
 
 REFUSED = [

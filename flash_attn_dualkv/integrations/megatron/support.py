@@ -66,7 +66,7 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
     if has("defer_embedding_wgrad_compute"):
         yield "defer_embedding_wgrad_compute", "False (the head runs over some rows at a time)"
     if has("moe_input_jitter_eps"):
-        yield "moe_input_jitter_eps", "None (Megatron's routers draw in eval mode, too: a row cannot have several draws)"
+        yield "moe_input_jitter_eps", "None (routers draw in eval mode, too: one row cannot have several draws)"
     if has("moe_router_force_load_balancing"):
         yield "moe_router_force_load_balancing", "False (routes are random)"
     if getattr(config, "moe_router_force_biased", None) is not None:

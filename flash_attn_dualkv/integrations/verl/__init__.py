@@ -22,20 +22,13 @@ from .engine import SharedPromptFSDPEngine, SharedPromptFSDPValueEngine, install
 
 __all__ = ["Options", "SharedPromptFSDPEngine", "SharedPromptFSDPValueEngine", "install"]
 
-
-def _install_for_megatron() -> None:
-    """Where megatron-core is installed. What it lacks is no reason for workers of FSDP to end."""
-    if verl.workers.engine.MegatronEngine is None:
-        return
+install()
+install_balance()
+if verl.workers.engine.MegatronEngine is not None:  # where megatron-core is installed
     try:
-        from .megatron import install
-    except (ImportError, SharedPromptUnsupportedError) as error:
+        from .megatron import install as install_megatron
+    except (ImportError, SharedPromptUnsupportedError) as error:  # no reason for workers of FSDP to end
         message = "flash_attn_dualkv: on Megatron prompts are NOT shared, its engines stay verl's own: %s"
         logging.getLogger(__name__).warning(message, error)
     else:
-        install()
-
-
-install()
-install_balance()
-_install_for_megatron()
+        install_megatron()

@@ -71,6 +71,8 @@ class _SharedPrompts(SharedPrompts):
         for name in ("fp8", "fp4"):
             if any(getattr(unwrap_model(chunk).config, name, None) for chunk in self.module):
                 return f"{name}: packed rows are not padded as it needs them"
+        if config.pad_to_length and config.context_parallel_size > 1:
+            self._announce("pad_to_length is not used: context parallelism cuts rows as attention needs it")
         try:
             install_in_model(self.module)
         except SharedPromptError as error:
