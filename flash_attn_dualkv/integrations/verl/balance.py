@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,7 +12,7 @@ from ...data.balance import balance
 from ...data.prefix_tree import PrefixTree
 from ...data.samples import groups_of
 from ..fallback import Options
-from ..replacing import replace_once
+from ..replacing import after_import, replace_once
 
 # What a token's matrix products cost, in visible pairs of attention, in models of 1B to 30B.
 TOKEN_COST = 16384.0
@@ -152,33 +148,11 @@ _TRAINERS = {
 
 
 def install() -> None:
-    """Balance by groups in this process's trainers, those not imported yet included."""
+    """Balance by groups in trainers, when they are imported: to import them takes seconds in every worker."""
     for name in _TRAINERS:
-        if name in sys.modules:
-            _patch(name)
-    if not any(isinstance(one, _OnImport) for one in sys.meta_path):
-        sys.meta_path.insert(0, _OnImport())
+        after_import(name, _patch)
 
 
-def _patch(name: str) -> None:
-    kind, make = _TRAINERS[name]
-    replace_once(getattr(sys.modules[name], kind), "_balance_batch", make)
-
-
-class _OnImport(importlib.abc.MetaPathFinder):
-    """Patches trainers when they are imported: to import them takes seconds in every worker."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in _TRAINERS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        stock_exec = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            stock_exec(module)
-            _patch(name)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+def _patch(module: Any) -> None:
+    kind, make = _TRAINERS[module.__name__]
+    replace_once(getattr(module, kind), "_balance_batch", make)
