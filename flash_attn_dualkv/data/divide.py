@@ -35,7 +35,7 @@ def divide_rows(
     Args:
         node_lens, parents: of a layout: rows of each node, depth first, and the node that each continues or -1.
         ranks: how many share the row.
-        chunks: of each rank, at least 2; fewer where they would be shorter than two tiles.
+        chunks: of each rank; fewer where they would be shorter than two tiles, but no fewer than 2.
         tile: see above; 1 to cut anywhere.
 
     Returns:
@@ -51,7 +51,7 @@ def divide_rows(
     starts = [*accumulate(lens, initial=0)]
     rows = starts[-1]
     # Short rows: as many as have two tiles, but no fewer than a zigzag's.
-    each = max(2, min(checks.integer("chunks", chunks, 2), rows // (2 * tile * ranks)))
+    each = max(2, min(checks.integer("chunks", chunks, 1), rows // (2 * tile * ranks)))
     borders = [rows * index // (ranks * each) for index in range(ranks * each + 1)]
     owners = _owners(_pairs(starts, above, borders), ranks, each)
     return _snapped(starts, borders, owners, ranks, tile)
