@@ -55,6 +55,11 @@ def untraced(function: Callable[Given, Returned], reason: str = REASON) -> Calla
     return call
 
 
+def kept(function: Callable[[Any], Returned]) -> functools.cached_property[Returned]:
+    """A cached property of tensors that a later backward may save, even if inference mode has asked for them first."""
+    return functools.cached_property(torch.inference_mode(False)(function))
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor of the host, which must outlive them."""
     memory: memoryview = _memory(tensor.data_ptr(), tensor.nbytes, _WRITE)

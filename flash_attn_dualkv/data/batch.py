@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import checks
 from ..checks import MAX_ROWS, check_count, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device, untraced
+from ..host import SeparatelyPickled, expand, int64s, kept, offsets_of, same_device, take, to_device, untraced
 from ..layout import SharedPromptLayout
 from ..nodes import visible_pairs
 from .prefix_tree import PrefixTree, Spans
@@ -91,7 +91,7 @@ class PackedBatch(SeparatelyPickled):
         """(B,) L_i - R_i: tokens that are not scored, of samples those of the prompt."""
         return tuple(map(int.__sub__, self.sequence_lens, self.response_lens))
 
-    @cached_property
+    @kept
     @untraced
     def row_index(self) -> Tensor:
         """(sum L,) int64, the row of every token of every sequence."""
@@ -109,7 +109,7 @@ class PackedBatch(SeparatelyPickled):
         """
         return Spans(*to_device([*Spans.of(self.tree)], self.input_ids.device)).rows(tokens)
 
-    @cached_property
+    @kept
     def last_rows(self) -> Tensor:
         """(B,) int64, the row of the last token of each sequence; SharedPromptError if one has none."""
         if 0 in self.sequence_lens:
@@ -117,7 +117,7 @@ class PackedBatch(SeparatelyPickled):
             raise SharedPromptError(explain("sequences", "at least one token in each", got))
         return self.rows_of(self.jagged_offsets[1:] - 1)
 
-    @cached_property
+    @kept
     def multiplicity(self) -> Tensor:
         """(T,) int64, how many sequences the row stands for; 0 for padding."""
         rows = self.row_index
@@ -128,7 +128,7 @@ class PackedBatch(SeparatelyPickled):
         """The layout of layers before which the rows leave that score nothing, see `SharedPromptLayout.reading`."""
         return self.layout.reading(self.token_index)
 
-    @cached_property
+    @kept
     def images(self) -> dict[str, Tensor]:
         """By the names of a model's inputs, the images of all roots in the order of the row; nothing without any."""
         present = {name: [one for one in values if one is not None] for name, values in self.group_images.items()}
@@ -157,12 +157,12 @@ class PackedBatch(SeparatelyPickled):
 
     # Nodes and rows
 
-    @cached_property
+    @kept
     def cu_seqlens(self) -> Tensor:
         """(n+1,) int32, node i has the rows [i] .. [i+1] - 1; for `flash_attn_tree_varlen_func`, like `parents`."""
         return offsets_of(self.layout.nodes[:, 1]).int()
 
-    @cached_property
+    @kept
     def parents(self) -> Tensor:
         """(n,) int32, the node that each continues; -1 for roots."""
         return self.layout.nodes[:, 6].contiguous()

@@ -23,11 +23,11 @@ from torch import Tensor
 from .. import checks
 from ..checks import check_count, explain
 from ..errors import SharedPromptError
-from ..host import untraced
+from ..host import take, untraced
 from . import samples
 from .batch import PackedBatch, Tokens, pack_tokens
 from .images import Images, ImageValues
-from .prefix_tree import Boundary, PrefixTree, checked_boundary
+from .prefix_tree import Boundary, PrefixTree, Spans, checked_boundary
 from .samples import GroupIds, Pick, TokenIds, named
 from .trie import build_tree, tree_with_borders
 
@@ -209,16 +209,21 @@ def pack_jagged(
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
     values = checks.integers("input_ids", nested.values(), 1)
     given = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
-    (tokens, offsets, *fetched), labels = samples.fetch([values, nested.offsets(), *given], group_ids, len(nested))
+    by_token = named("row_values", row_values)
+    # Most often one tensor for all.
+    others = {name: samples.jagged(f"row_values[{name!r}]", one).offsets() for name, one in by_token.items()}
+    others = {name: one for name, one in others.items() if one is not nested.offsets()}
+    wanted = [values, nested.offsets(), *given, *others.values()]
+    (tokens, offsets, *fetched), labels = samples.fetch(wanted, group_ids, len(nested))
     totals = offsets.diff().tolist()
-    lengths = samples.prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
+    lengths = samples.prompt_lengths("prompt_lens", prompt_lens, fetched[: len(given)], totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
     largest = samples.largest_token("input_ids", samples.extremes(tokens[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
     given_images = Images.of(images, len(totals))
     groups = given_images.divide(samples.group(tokens, offsets.tolist(), lengths, labels), labels)
-    by_token = named("row_values", row_values)
     rows = {name: samples.jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}
+    samples.check_offsets(offsets, dict(zip(others, fetched[len(given) :])))
     what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values, given_images.values)
     return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
@@ -259,7 +264,8 @@ def pack_prefix_tree(
             of each sequence, as `PrefixTree.borders` gives them. Sequences share the nodes up to whose
             ends they agree in borders and tokens. The last bits of a row depend on where the nodes of its path begin:
             two passes give the same ones if their borders are the same, whatever other sequences each of them has.
-        tree: of the sequences, as `group_by_prefix` gives it, whose borders and boundary are taken.
+        tree: of the sequences, as `group_by_prefix` gives it: what shares rows there does so here, with nodes that
+            begin where they begin there.
         chosen: which of the sequences to pack, such as a micro-batch of `split_by_token_budget`; all that is given for
             sequences is given for all of them. None: all.
         group_ids: (B,) hashable values or an integer tensor: only sequences with equal ids share tokens. For tokens
@@ -275,14 +281,18 @@ def pack_prefix_tree(
     pick = Pick.of(sequences, chosen)
     given, lengths = _checked(pick("sequences", sequences))
     if tree is not None:
-        boundary, borders = _of_tree(tree, pick, lengths, boundary, borders)
+        _check_tree(tree, pick, lengths, boundary, min_shared, borders)
     if chosen is not None and isinstance(group_ids, Tensor):
         group_ids = checks.integers("group_ids", group_ids, 1).tolist()
     tokens = [samples.joined(given, "sequences")]
     if loss_mask is not None:
         tokens.append(samples.joined_mask(pick("loss_mask", loss_mask), lengths))
     (ids, *mask), groups = samples.fetch(tokens, pick("group_ids", group_ids), len(lengths), "sequences")
-    nodes, largest = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
+    if tree is None:
+        nodes, largest = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
+    else:
+        nodes = _part(tree, pick.indices, ids, groups)
+        largest = samples.largest_token("sequences", samples.extremes(ids))
     scored = samples.scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
     by_token, by_root = pick.each("row_values", row_values), pick.each("group_values", group_values)
     values = {name: samples.listed(name, one, lengths) for name, one in by_token.items()}
@@ -324,7 +334,7 @@ def group_by_prefix(
 
     Args:
         sequences, boundary, min_shared, group_ids: as for `pack_prefix_tree`. Parts of the tree are then packed with
-            `pack_prefix_tree(sequences, tree=tree, chosen=indices)` and the same ids.
+            `pack_prefix_tree(sequences, tree=tree, chosen=indices)`.
 
     Raises:
         SharedPromptError: as there.
@@ -365,16 +375,13 @@ def _built(
     if borders is None:
         return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least), largest
     if min_shared is not None:
-        expected = "None with borders, given or of a tree, which say where nodes begin"
-        raise SharedPromptError(explain("min_shared", expected, min_shared))
+        raise SharedPromptError(explain("min_shared", "None with borders, which say where nodes begin", min_shared))
     borders = _checked_borders(borders, lengths)
     return tree_with_borders(ids, lengths, groups, borders, boundary=boundary), largest
 
 
-def _of_tree(
-    tree: Any, pick: Pick, lengths: list[int], boundary: Any, borders: Any
-) -> tuple[Boundary, Sequence[Sequence[int]]]:
-    """The boundary and the borders of a tree, of sequences of these lengths; no others may be given beside them."""
+def _check_tree(tree: Any, pick: Pick, lengths: list[int], boundary: Any, min_shared: Any, borders: Any) -> None:
+    """SharedPromptError unless it may be that of sequences of these lengths, and nothing beside it says another one."""
     checks.instance("tree", tree, PrefixTree)
     if pick.total != len(tree.sequence_lens):
         expected = f"that of these {pick.total} sequences"
@@ -383,12 +390,28 @@ def _of_tree(
         if length != tree.sequence_lens[at]:
             got = f"one whose sequence {at} has {tree.sequence_lens[at]}"
             raise SharedPromptError(explain("tree", f"that of these sequences, {length} tokens in sequence {at}", got))
-    if borders is not None:
-        raise SharedPromptError(explain("borders", "None, for those of the tree", checks.describe(borders)))
+    for name, value in (("borders", borders), ("min_shared", min_shared)):
+        if value is not None:
+            expected = "None beside a tree, which says where nodes begin"
+            raise SharedPromptError(explain(name, expected, checks.describe(value)))
     if boundary not in (None, tree.boundary):
         expected = f"None or {tree.boundary!r}, that of the tree"
         raise SharedPromptError(explain("boundary", expected, checks.describe(boundary)))
-    return tree.boundary, tree.borders
+
+
+def _part(tree: PrefixTree, chosen: Sequence[int], ids: Tensor, groups: list[Any] | None) -> PrefixTree:
+    """The tree of the chosen sequences, whose tokens (on the host) and groups must be equal where they share rows."""
+    nodes = tree.part(chosen)
+    rows = Spans.of(nodes).rows(torch.arange(len(ids), device=ids.device))
+    of_rows = ids.new_empty(sum(nodes.node_lens)).index_copy_(0, rows, ids)
+    if not take(of_rows, rows).equal(ids):
+        raise SharedPromptError(explain("tree", "that of these sequences", "one in which other tokens share rows"))
+    group_of: dict[int, Any] = {}
+    for leaf, group in zip(nodes.leaves, groups or ()):
+        if leaf >= 0 and group_of.setdefault(nodes.roots[leaf], group) != group:
+            expected = "equal ones for sequences that share rows in the tree"
+            raise SharedPromptError(explain("group_ids", expected, f"{group_of[nodes.roots[leaf]]!r} and {group!r}"))
+    return nodes
 
 
 def _checked(sequences: Sequence[Any]) -> tuple[list[Tensor], list[int]]:

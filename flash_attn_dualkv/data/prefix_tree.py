@@ -92,7 +92,9 @@ class PrefixTree:
         """(B,) of each sequence, the positions from 1 to its length at which nodes of its path begin."""
         above: list[tuple[int, ...]] = []
         for parent, begin in zip(self.node_parents, self.begins):
-            above.append(() if parent < 0 else (*above[parent], begin))
+            # Below a node without tokens its children begin where it does.
+            inner = parent >= 0 and self.node_lens[parent] > 0
+            above.append((*above[parent], begin) if inner else above[parent] if parent >= 0 else ())
         return tuple(
             above[leaf][: bisect_right(above[leaf], length)] if leaf >= 0 else ()
             for leaf, length in zip(self.leaves, self.sequence_lens)

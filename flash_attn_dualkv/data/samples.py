@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +122,14 @@ def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
     if rows.shape[-1] != len(like):
         raise SharedPromptError(explain(name, f"{len(like)} values (as input_ids)", rows.shape[-1]))
     return rows[0] if values.dim() == 2 else rows
+
+
+def check_offsets(offsets: Tensor, others: Mapping[str, Tensor]) -> None:
+    """SharedPromptError unless jagged values begin where the tokens do, sample by sample."""
+    for name, own in others.items():
+        if not torch.equal(own, offsets):
+            expected = "the offsets of input_ids"
+            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, f"others: {checks.describe(own)}"))
 
 
 # Lengths

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -237,12 +237,17 @@ class _Tree:
                 limit = min(-passed[-1][0], (constant - own) // (count - 1))
             limits[node] = limit
             # Below its limit the node is kept, whatever is in its subtree.
-            heap = [*passed, (-limit, own - constant, 1 - count)] if limit >= 0 else passed + heap
+            heap = [(-limit, own - constant, 1 - count)] if limit >= 0 else heap
+            for one in passed:
+                heappush(heap, one)
             parent = self.parents[node]
             constants[parent] += constants[node]
             counts[parent] += counts[node]
-            heaps[parent] += heap
-            heapify(heaps[parent])
+            # The smaller one into the larger: a node may have as many children as there are sequences.
+            less, more = sorted((heap, heaps[parent]), key=len)
+            for one in less:
+                heappush(more, one)
+            heaps[parent] = more
         return limits
 
     def depth_first(self, leaf_of: Tensor, lengths: Sequence[int], boundary: Boundary) -> PrefixTree:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -49,18 +50,25 @@ def after_import(name: str, change: Callable[[Any], None]) -> None:
 
 
 class _After(MetaPathFinder):
-    """Finds one module, as others do, and calls a function behind its code."""
+    """Finds one module, as others do, and calls a function behind its code.
+
+    It stays until that has run: others may only look for the module, and an import may fail.
+    """
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self.name, self.change = name, change
+        self.state = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.name:
+        if fullname != self.name or getattr(self.state, "looks", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self.state.looks = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.state.looks = False
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
@@ -68,7 +76,9 @@ class _After(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self.change(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.change(module)
 
         loader.exec_module = exec_module
         return spec

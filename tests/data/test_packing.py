@@ -260,5 +260,14 @@ def test_default_device_and_inference_mode() -> None:
     assert_same_batch(batch, expected)
 
 
+def test_what_inference_mode_asks_for_can_be_saved_for_a_backward() -> None:
+    values = torch.ones(2, 3)
+    batch = pack_shared_prompts([[1, 2], [3]], [[4], [5, 6]], images={"pixel_values": [values, values]})
+    with torch.inference_mode():
+        found = [batch.row_index, batch.last_rows, batch.multiplicity, batch.cu_seqlens, batch.parents]
+        found += batch.images.values()
+    assert len(found) == 6 and not any(one.is_inference() for one in found)
+
+
 def test_names_that_batches_have_had() -> None:
     assert flash_attn_dualkv.SharedPromptBatch is flash_attn_dualkv.PrefixTreeBatch is flash_attn_dualkv.PackedBatch

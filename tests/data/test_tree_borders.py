@@ -18,6 +18,7 @@ from flash_attn_dualkv import (
     flash_attn_tree_varlen_func,
     group_by_prefix,
     pack_prefix_tree,
+    pack_shared_prompts,
 )
 
 Forest = tuple[Lists, Lists, list[int]]
@@ -27,6 +28,17 @@ def borders_in(batch: PackedBatch) -> list[list[int]]:
     """Of each sequence the positions at which its rows pass from one node to the next."""
     node_of = [index for index, size in enumerate(batch.layout.node_lens) for _ in range(size)]
     return [[at for at in range(1, len(own)) if node_of[own[at]] != node_of[own[at - 1]]] for own in rows_of(batch)]
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_the_tree_of_prompts_of_one_token(boundary: Any) -> None:
+    """With "replicate" its root has no rows, and a node below begins where the sequences do."""
+    prompts, responses = [[5], [5]], [[1, 2], [3]]
+    batch = pack_shared_prompts(prompts, responses, boundary=boundary)
+    whole = [one + other for one, other in zip(prompts, responses)]
+    for options in (dict(tree=batch.tree), dict(borders=batch.tree.borders, boundary=boundary)):
+        again = pack_prefix_tree(whole, **options)
+        assert borders_in(again) == borders_in(batch) and again.layout.num_tokens == batch.layout.num_tokens
 
 
 @settings(deadline=None, max_examples=300)

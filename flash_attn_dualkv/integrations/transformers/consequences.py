@@ -118,17 +118,22 @@ def _kept_tensors(model: nn.Module) -> Iterator[Callable[[], None]]:
                 yield functools.partial(_put_back, parameter, *_copy_of(parameter))
 
 
-def _copy_of(tensor: Tensor) -> tuple[int, Tensor | None]:
-    """The version of a tensor, and a copy if it is small."""
+def _copy_of(tensor: Tensor) -> tuple[int | None, Tensor | None]:
+    """The version of a tensor (one of inference mode has none), and a copy if it is small."""
     is_small = tensor.numel() <= _MOST_ELEMENTS and not tensor.is_meta
-    return tensor._version, tensor.detach().clone() if is_small else None
+    version = None if tensor.is_inference() else tensor._version
+    return version, tensor.detach().clone() if is_small else None
 
 
 def _put_back(
-    tensor: Tensor, version: int, copy: Tensor | None, buffers: dict[str, Tensor | None] | None = None, name: str = ""
+    tensor: Tensor,
+    version: int | None,
+    copy: Tensor | None,
+    buffers: dict[str, Tensor | None] | None = None,
+    name: str = "",
 ) -> None:
-    if copy is not None and tensor._version != version:
-        with torch.no_grad():
+    if copy is not None and (version is None or tensor._version != version):
+        with torch.inference_mode(version is None), torch.no_grad():
             tensor.copy_(copy)
     if buffers is not None and buffers.get(name) is not tensor:
         buffers[name] = tensor
@@ -140,7 +145,7 @@ _Variable = tuple[Any, Callable[[Any], None]]
 
 def _kept_counters(model: nn.Module) -> Iterator[Callable[[], None]]:
     for value, assign in _variables(model):
-        if type(value) in (int, float):
+        if type(value) in (bool, int, float):
             yield functools.partial(assign, value)
         elif type(value) in _CONTAINERS:
             yield functools.partial(_refill, value, value.copy())
