@@ -116,6 +116,8 @@ def make_model(shape: Shape, attention: str, dtype: torch.dtype, device: torch.d
         for name, parameter in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):  # 1 at first, or 0 where models add 1 themselves
                 parameter.add_(HEAD_NORM - 1)
+                if model_type == "gemma4_text":  # its scores are not scaled, but by these norms
+                    parameter.mul_(parameter.numel() ** -0.25)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 

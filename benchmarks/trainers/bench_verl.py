@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
+from shapes import parse
 from verl_inputs import Batch, Case, Found, Model, TreeBatch
 from verl_rig import run
 
@@ -139,8 +140,12 @@ def case_of(preset: str, setting: Setting, gpus: int, is_cpu: bool) -> Case:
 def row_of(preset: str, setting: Setting, case: Case, found: Found, gpus: int, base: torch.Tensor | None) -> Row:
     """`base`: log-probabilities of verl's first of the preset: how far verl is from itself, too."""
     samples = case.batch.samples(case.model.vocabulary)
-    prompts = {one.uid: len(one.prompt) for one in samples}
-    responses = sum(len(one.response) for one in samples)
+    # What sharing can leave: prompts lie once in the batch, and nodes of a tree.
+    if isinstance(case.batch, TreeBatch):
+        least = parse(f"tree-{case.batch.tree}").packed_tokens
+    else:
+        prompts = {one.uid: len(one.prompt) for one in samples}
+        least = sum(prompts.values()) + sum(len(one.response) for one in samples)
     row = {
         "preset": preset,
         "model": PRESETS[preset][0],
@@ -148,8 +153,7 @@ def row_of(preset: str, setting: Setting, case: Case, found: Found, gpus: int, b
         "gpus": gpus,
         "batch": asdict(case.batch),
         "tokens": found.tokens,
-        # What sharing can save at most: prompts lie once in the batch.
-        "token_ratio": found.tokens / (sum(prompts.values()) + responses) if found.tokens else None,
+        "token_ratio": found.tokens / least if found.tokens else None,
         "update_s": found.update_s[-1] if found.update_s else None,
         "infer_s": found.infer_s[-1] if found.infer_s else None,
         "update_gib": found.update_gib or None,

@@ -195,7 +195,7 @@ def test_readme_has_no_other_figures() -> None:
 
 def test_half_a_result_of_trl_is_none(tmp_path: Path) -> None:
     assert trainers_report.runs_of_trl(tmp_path) == ""
-    (source,) = bench_trl.FOLDER.glob("*.json")
+    source = min(bench_trl.FOLDER.glob("*.json"))
     changed = json.loads(source.read_text())
     changed["rows"].pop()
     (tmp_path / "result.json").write_text(json.dumps(changed))

@@ -225,7 +225,8 @@ SHAPES = [(64, 64, (8, 2)), (128, 128, (8, 8)), (128, 128, (8, 1)), (192, 128, (
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "heads"), SHAPES)
 @pytest.mark.parametrize("name", ["borders", "comb", "bush of bushes", "prompts"])
 def test_accuracy(name: str, head_dim: int, head_dim_v: int, heads: tuple[int, int], mask: str) -> None:
-    """By the rule that the kernels are tested by."""
+    """By the rule that the kernels are tested by. A call that falls back to them is an error."""
+    warnings.filterwarnings("error", message="flash_attn_dualkv: attention runs on the kernels")
     layout = SharedPromptLayout.from_tree(*TREES[name], pad=37, device="cuda")
     inputs = inputs_of(
         layout, heads=heads, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16, sinks=mask == "sinks"
