@@ -243,7 +243,7 @@ class _Tree:
             parent = self.parents[node]
             constants[parent] += constants[node]
             counts[parent] += counts[node]
-            # The smaller one into the larger: a node may have as many children as there are sequences.
+            # The smaller one goes into the larger: a node may have a child for each sequence.
             less, more = sorted((heap, heaps[parent]), key=len)
             for one in less:
                 heappush(more, one)

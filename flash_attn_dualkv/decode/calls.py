@@ -19,7 +19,8 @@ from ..calls import Options
 from ..checks import MAX_ROWS, explain
 
 PAGE_ROWS = 16  # pages are multiples of it
-# Of a step, as the kernel that plans has memory for, and of a request, as kernels compute pages.
+# Requests of a step: the planning kernel has memory for these. Keys of one: pages are found
+# by an exact float product for these.
 MOST_REQUESTS, MOST_KEYS = 4096, 1 << 25
 
 

@@ -111,7 +111,7 @@ class Refusal(NamedTuple):
     message: str
 
 
-# Of accelerate's mixed precision: what its autocast, which is inside a prepared model's forward, computes in.
+# Accelerate's mixed precisions: what its autocast, inside a prepared model's forward, computes in.
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # What the metrics of TRL's trainers count; the words that say why come with each case.

@@ -123,7 +123,7 @@ class PaddedScores:
         self.options = options
         self.tally = Tally()
         self._announced: set[str] = set()
-        # Of causal LMs, of which a forward alone could tell that they cannot share.
+        # Causal LMs that only a forward could tell cannot share.
         self._refusals: weakref.WeakKeyDictionary[nn.Module, Refusal] = weakref.WeakKeyDictionary()
 
     @staticmethod

@@ -202,7 +202,7 @@ def _scored(
             # Through the outermost module, so that wrappers see one forward with the scores as its
             # output.
             scores: tuple[Tensor, ...] = call(model, inputs)
-    # Wrappers may round their output, FSDP 2 by its policy's output_dtype: meant for logits, not for scores.
+    # Wrappers may round their output (FSDP 2's output_dtype): meant for logits, not for scores.
     return tuple(own if own.dtype != one.dtype else one for own, one in zip(scorer.kept, scores))
 
 

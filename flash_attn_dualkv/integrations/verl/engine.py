@@ -156,7 +156,7 @@ class _SharedPrompts(SharedPrompts):
     def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
         if (reason := super()._why_not(data, apart)) is not None or self._ulysses_ranks() == 1:
             return reason
-        # Multimodal models: verl leaves it to the decoder to divide the row, if it has patched that.
+        # Multimodal models: verl leaves it to the decoder to divide the row, if that is patched.
         is_undivided = hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder)
         return "multimodal" if is_undivided else None
 

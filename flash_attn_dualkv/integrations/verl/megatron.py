@@ -98,8 +98,8 @@ class _SharedPrompts(SharedPrompts):
         return self.param_dtype
 
     def gradient_norm(self) -> float:
-        # With a scaler of losses the optimizer divides gradients where they lie, which its step does once more, and
-        # finds another scale. Norms are compared with each other, so that both may have the scale in them.
+        # Scalers of losses divide gradients where they lie, and the step would do so once more and
+        # find another scale. Norms are compared with each other: both may have the scale in them.
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         scalers = [(one, one.grad_scaler) for one in parts if getattr(one, "grad_scaler", None) is not None]
         for one, _ in scalers:

@@ -56,8 +56,8 @@ def _of_second_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _of_speculators(stock: Callable[..., Any]) -> Callable[..., Any]:
     def set_attn(speculator: Any, *args: Any, **kwargs: Any) -> None:
         stock(speculator, *args, **kwargs)
-        # CUDA graphs of a draft are replayed in steps for which nothing is built: a plan would be an
-        # older step's.
+        # CUDA graphs of a draft are replayed in steps for which nothing is built: a plan would be
+        # an older step's.
         for group in chain.from_iterable(speculator.attn_groups):
             for builder in group.metadata_builders:
                 if hasattr(builder, "refuse"):
@@ -66,7 +66,7 @@ def _of_speculators(stock: Callable[..., Any]) -> Callable[..., Any]:
     return set_attn
 
 
-# Of vLLM: module, class, method, and what makes the replacement.
+# Seams of vLLM: module, class, method, and what makes the replacement.
 SEAMS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_build_attention_metadata", _of_first_runner),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", _of_second_runner),
