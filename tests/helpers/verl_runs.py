@@ -40,6 +40,7 @@ FP32 = tuple(
     for role in (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
     for name in ("param", "reduce", "buffer")
 ) + tuple(f"{role}.fsdp_config.use_torch_compile=False" for role in (ACTOR, "actor_rollout_ref.ref"))
+PATIENCE = 1200.0  # seconds of all cases of a call: hosts with other work stand still for minutes
 UNEQUAL = Batch(prompts=3, responses=4, shuffled=True, trained=0.7)
 
 
@@ -177,7 +178,7 @@ def run_beside(
 ) -> dict[str, Found]:
     """verl's engines and the plug-in in processes of their own: it must be there before verl patches models."""
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda cases: verl_rig.run(cases, ranks, environment, 400.0, driver), [stock, ours])
+        parts = pool.map(lambda cases: verl_rig.run(cases, ranks, environment, PATIENCE, driver), [stock, ours])
         return {name: found for part in parts for name, found in part.items()}
 
 

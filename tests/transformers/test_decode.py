@@ -216,7 +216,7 @@ def test_attention_of_the_model(attention, registered, steps):
     batching = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
         name = manager.add_request(PROMPTS[0])
-        assert manager.get_result(name, timeout=60).generated_tokens == tokens[0]
+        assert manager.get_result(name, timeout=600).generated_tokens == tokens[0]
     assert len(steps["tables"]) == 2 * planned and model.config._attn_implementation == attention
     ids = torch.tensor(PROMPTS[:1])
     assert model.generate(ids, config)[0, ids.shape[1] :].tolist() == tokens[0]

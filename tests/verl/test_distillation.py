@@ -12,7 +12,7 @@ pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 import verl_distills
 import verl_rig
 from verl_inputs import Case, Found
-from verl_runs import ENVIRONMENT, UNEQUAL, case, check_equal, check_shared, run_beside
+from verl_runs import ENVIRONMENT, PATIENCE, UNEQUAL, case, check_equal, check_shared, run_beside
 
 DRIVER = verl_distills.__file__
 STOCK = [
@@ -49,7 +49,7 @@ def test_losses_on_top_k_equal_verls(one_rank: dict[str, Found], one: Case) -> N
 def test_losses_of_rows_that_ranks_divide(one_rank: dict[str, Found]) -> None:
     """Under Ulysses a teacher's rows are divided as logits are."""
     one = case("beside rewards, Ulysses", batch=UNEQUAL, sp=2, micro=4, balance="none", shares=True)
-    shared = verl_rig.run([one], 2, ENVIRONMENT, 400.0, DRIVER)[one.name]
+    shared = verl_rig.run([one], 2, ENVIRONMENT, PATIENCE, DRIVER)[one.name]
     assert shared.error is None
     for before, after in zip(one_rank[STOCK[0].name].metrics, shared.metrics, strict=True):
         assert after["shared_prompt/dedup_ratio"] > 1.2 and after["shared_prompt/fallback_micro_batches"] == 0

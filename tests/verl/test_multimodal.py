@@ -22,6 +22,7 @@ from verl_runs import (
     ACTOR,
     ENVIRONMENT,
     MODEL,
+    PATIENCE,
     PICTURE_TOKEN,
     UNEQUAL,
     case,
@@ -226,7 +227,7 @@ TWO_RANKS = [
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    return verl_rig.run([replace(one, shares=True) for one, _ in TWO_RANKS], 2, ENVIRONMENT, 400.0)
+    return verl_rig.run([replace(one, shares=True) for one, _ in TWO_RANKS], 2, ENVIRONMENT, PATIENCE)
 
 
 @pytest.mark.parametrize(("one", "alone"), TWO_RANKS, ids=lambda one: one.name)

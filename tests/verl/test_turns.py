@@ -14,7 +14,7 @@ import torch
 import verl_rig
 from verl.utils import tensordict_utils as tu
 from verl_inputs import Case, Found, Model, worker_input
-from verl_runs import ACTOR, ENVIRONMENT, MODEL, Turns, case, check_shared, run_beside
+from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, Turns, case, check_shared, run_beside
 
 from flash_attn_dualkv import group_by_prefix
 from flash_attn_dualkv.integrations.verl import Options
@@ -62,7 +62,7 @@ def one_rank() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    return verl_rig.run([*TWO_RANKS, *map(ours, TWO_RANKS)], 2, ENVIRONMENT, timeout_s=400.0)
+    return verl_rig.run([*TWO_RANKS, *map(ours, TWO_RANKS)], 2, ENVIRONMENT, PATIENCE)
 
 
 @pytest.mark.parametrize("name", [one.name for one in ONE_RANK])

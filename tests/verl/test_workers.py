@@ -16,7 +16,7 @@ pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 import verl_rig
 from transformers import AutoConfig
 from verl_inputs import Batch, Case, Found, Model
-from verl_runs import ACTOR, ENVIRONMENT, MODEL, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
+from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
 
 EQUAL = [
     case("dynamic, v1", updates=3),
@@ -118,7 +118,7 @@ def one_rank() -> dict[str, Found]:
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
     cases = [*EQUAL_RANKS, *KEPT, SPOILED]
-    return verl_rig.run([*cases, *map(ours, cases)], 2, ENVIRONMENT, timeout_s=400.0)
+    return verl_rig.run([*cases, *map(ours, cases)], 2, ENVIRONMENT, PATIENCE)
 
 
 def names(cases: list[Case]) -> Any:
@@ -157,10 +157,10 @@ def test_kept_workers(two_ranks: dict[str, Found], name: str) -> None:
 def test_what_there_was_before_a_failure(tmp_path: Path) -> None:
     """A rank that fails ends the others; results so far count, if there are any."""
     cases = [replace(one, shares=True, updates=1) for one in (EQUAL_RANKS[1], ERRORS[0][0], EQUAL_RANKS[0])]
-    assert list(verl_rig.run(cases, 2, ENVIRONMENT, 300.0)) == [cases[0].name]
+    assert list(verl_rig.run(cases, 2, ENVIRONMENT, PATIENCE)) == [cases[0].name]
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     with pytest.raises(RuntimeError, match=r"verl's ranks ended with 3 behind \[\]"):
-        verl_rig.run(cases[1:], 2, ENVIRONMENT, 300.0, driver=str(tmp_path / "fails.py"))
+        verl_rig.run(cases[1:], 2, ENVIRONMENT, PATIENCE, driver=str(tmp_path / "fails.py"))
 
 
 def test_ray(two_ranks: dict[str, Found]) -> None:
@@ -168,7 +168,7 @@ def test_ray(two_ranks: dict[str, Found]) -> None:
     stock = "2 ranks, dynamic"
     shared = next(replace(one, name="Ray", shares=True) for one in EQUAL_RANKS if one.name == stock)
     verl_ray = str(ROOT / "tests/helpers/verl_ray.py")
-    check_shared(two_ranks[stock], verl_rig.run([shared], 2, ENVIRONMENT, 300.0, driver=verl_ray)["Ray"])
+    check_shared(two_ranks[stock], verl_rig.run([shared], 2, ENVIRONMENT, PATIENCE, driver=verl_ray)["Ray"])
 
 
 @pytest.mark.parametrize(("name", "reason"), [(one.name, reason) for one, reason in FALLBACKS])
