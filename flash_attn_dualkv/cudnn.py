@@ -108,7 +108,7 @@ def attend(
     """
     rows = layout.num_tokens - layout.pad
     if ops.requires_grad((q, k, v)):
-        q, k, v = ops.OnceDifferentiable.apply(q, k, v)
+        q, k, v = ops.GuardedInputs.apply(q, k, v)
     parts = [one[:rows].contiguous()[None] for one in (q, k, v)]
     out, lse = _module().flex_attn_func(
         *parts, mask_plan=_plan(layout, options.window_left, *parts), softmax_scale=options.softmax_scale,

@@ -304,8 +304,8 @@ def differentiable_once(inputs: Sequence[Tensor | None], gradients: Sequence[Ten
     return [*DifferentiableOnce.apply(anchor, *gradients)]
 
 
-class OnceDifferentiable(torch.autograd.Function):
-    """Inputs as they are, of functions whose gradients come without a history."""
+class GuardedInputs(torch.autograd.Function):
+    """Inputs of a function whose gradients come without a history, as they are: second derivatives raise."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:

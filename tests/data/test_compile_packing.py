@@ -105,11 +105,14 @@ def test_elsewhere_nothing_changes() -> None:
         return first
 
     wrapped = untraced(plain)
-    costs = [
-        min(timeit.repeat(lambda: function(1, second=2), number=1000, repeat=50)) / 1000  # noqa: B023
-        for function in (plain, wrapped)
-    ]
-    assert costs[1] - costs[0] < 3e-6  # 0.3 us as a rule; hosts are slower and busier than others
+
+    def cost(function: Any) -> float:
+        return min(timeit.repeat(lambda: function(1, second=2), number=1000, repeat=50)) / 1000
+
+    # The best of several tries: a busy host is at times slow for longer than one of them.
+    costs = [(cost(plain), cost(wrapped)) for _ in range(10)]
+    least_plain, least_wrapped = map(min, zip(*costs))
+    assert least_wrapped - least_plain < 1e-6
 
 
 def test_the_compiler_is_not_imported_for_packing() -> None:

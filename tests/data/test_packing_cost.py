@@ -105,14 +105,14 @@ def test_a_tree_needs_no_operators_for_each_token_or_sequence() -> None:
 
 
 @pytest.mark.parametrize(("samples", "length"), [(64, 1024), (512, 128)])
-def test_a_tree_of_64k_tokens_is_packed_in_20_ms(samples: int, length: int) -> None:
-    """Of one core of the host; a quarter of that is usual."""
+def test_a_tree_of_64k_tokens_is_packed_in_10_ms(samples: int, length: int) -> None:
+    """Of one core of the host; a half of that is usual."""
     sequences = transcripts(samples, length)
     masks = [(torch.arange(length) % 3 > 0) for _ in sequences]
     batch = pack_prefix_tree(sequences, loss_mask=masks)
     assert batch.layout.depth > 2 and batch.dedup_ratio > 1.5
-    least = least_time(20e-3, pack_prefix_tree, sequences, loss_mask=masks)
-    assert least < 20e-3, f"{1e3 * least:.2f} ms"
+    least = least_time(10e-3, pack_prefix_tree, sequences, loss_mask=masks)
+    assert least < 10e-3, f"{1e3 * least:.2f} ms"
 
 
 def test_lists_of_ints_are_read_fast() -> None:

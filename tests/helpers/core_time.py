@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 10.0  # seconds: neighbours on the same core halve its speed for a second or two
+PATIENCE = 60.0  # seconds: neighbours on the same core halve its speed, most often for a second or two
 
 
 def least_time(bound: float, call: Callable[..., object], *arguments: Any, **options: Any) -> float:
