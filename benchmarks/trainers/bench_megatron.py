@@ -4,24 +4,26 @@
 
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2
+    torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --model qwen3-30b-a3b-L12
+    python benchmarks/report.py                                                    # the page, of the result files
 
 Random weights of Qwen3's shapes and random tokens; bf16 with float32 gradients (Megatron's DDP), Megatron's schedules,
 recomputation of whole layers, micro-batches of so many tokens. Both run the same layers and the same head, over the
 rows that score tokens. Replicated prompts lie in one THD row, on this library's flash_attn_varlen_func: Megatron's own
 local attention takes no packed rows. An update is all forwards and backwards and the reduction of gradients, without
-the optimizer's step, which is the same for both. Times are those of the slowest rank, the best of all rounds. Prints
-JSON. Needs megatron-core, and no Transformer Engine or apex.
+the optimizer's step, which is the same for both. Times are those of the slowest rank, the best of all rounds. Routers
+balance nothing. Needs megatron-core, and no Transformer Engine or apex.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron.core
@@ -39,12 +41,22 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from command import RESULTS, Result, gpu_folder, parser_of
+from measure import Row
+from megatron_norms import local_norms
+
 from flash_attn_dualkv import PackedBatch, flash_attn_varlen_func, pack_shared_prompts, split_by_token_budget
 from flash_attn_dualkv.integrations.megatron import install, shared_prompt_forward
 from flash_attn_dualkv.integrations.megatron.forward import Request, score_hidden
 
+FOLDER = RESULTS / "trainers" / "megatron"
+
 
 class Size(NamedTuple):
+    """`feed_forward` is that of one expert, where there are experts."""
+
     layers: int
     hidden: int
     feed_forward: int
@@ -52,13 +64,17 @@ class Size(NamedTuple):
     groups: int
     head_dim: int
     vocabulary: int
+    experts: int = 0
+    experts_per_token: int = 0
 
 
 SIZES = {
     "qwen3-0.6b": Size(28, 1024, 3072, 16, 8, 128, 151936),
     "qwen3-1.7b": Size(28, 2048, 6144, 16, 8, 128, 151936),
     "qwen3-8b": Size(36, 4096, 12288, 32, 8, 128, 151936),
+    "qwen3-30b-a3b-L12": Size(12, 2048, 768, 32, 4, 128, 151936, 128, 8),
     "tiny": Size(2, 32, 48, 4, 2, 8, 96),
+    "tiny-experts": Size(2, 32, 24, 4, 2, 8, 96, 4, 2),
 }
 
 
@@ -74,6 +90,11 @@ class VarlenAttention(DotProductAttention):
         return out.flatten(1)
 
 
+def is_sliced(options: argparse.Namespace) -> bool:
+    """Whether there is sequence parallelism, which Megatron wants of experts on tensor-parallel ranks."""
+    return options.tensor > 1 and SIZES[options.model].experts > 0
+
+
 def build(options: argparse.Namespace, shares: bool, device: torch.device) -> Any:
     """This rank's stage, with the same weights in both runs."""
     size = SIZES[options.model]
@@ -81,7 +102,15 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> An
     model_parallel_cuda_manual_seed(1)  # Megatron draws weights from a generator of its own on a GPU
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    more: dict[str, Any] = {}
+    if not options.keep:
+        more |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if size.experts:
+        more |= dict(
+            num_moe_experts=size.experts, moe_router_topk=size.experts_per_token, moe_ffn_hidden_size=size.feed_forward,
+            moe_router_load_balancing_type="none", moe_router_dtype="fp32",
+            sequence_parallel=is_sliced(options),
+        )  # fmt: skip
     config = TransformerConfig(
         num_layers=size.layers, hidden_size=size.hidden, ffn_hidden_size=size.feed_forward,
         num_attention_heads=size.heads, num_query_groups=size.groups, kv_channels=size.head_dim,
@@ -90,16 +119,17 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> An
         pipeline_dtype=dtype, use_cpu_initialization=not on_gpu, persist_layer_norm=False,
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, tensor_model_parallel_size=options.tensor,
         pipeline_model_parallel_size=options.pipeline, variable_seq_lengths=options.pipeline > 1,
-        moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu, **({} if options.keep else recompute),
+        moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu, **more,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(num_experts=size.experts or None, qk_layernorm=True, normalization="RMSNorm")
     if not shares:
         spec.submodules.self_attention.submodules.core_attention = VarlenAttention
-    stage = GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
-        position_embedding_type="rope", rotary_base=1000000,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-    ).to(device)  # fmt: skip
+    with local_norms():
+        stage = GPTModel(
+            config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
+            position_embedding_type="rope", rotary_base=1000000,
+            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        ).to(device)  # fmt: skip
     if shares:
         install(stage)
     config.finalize_model_grads_func = finalize_model_grads
@@ -126,6 +156,7 @@ def micro_batches(
         pack_shared_prompts(
             [prompts[i] for i in part], [responses[i] for i in part], device=device,
             group_ids=None if shares else [*range(len(part))],
+            pad_to_multiple_of=options.tensor if is_sliced(options) else None,
         )
         for part in parts
     ]  # fmt: skip
@@ -170,17 +201,15 @@ def slowest(value: float, device: torch.device) -> float:
     return largest.item()
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Both runs; the parallel state is there."""
-    found: dict[str, Any] = {}
+def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """A row for each of both runs; the parallel state is there."""
+    rows: dict[str, Row] = {}
     scores: dict[str, Tensor] = {}
-    for name, shares in (("shared", True), ("replicated", False)):
-        if name not in options.who:
-            continue
-        chunk = build(options, shares, device)
-        parts, batches = micro_batches(options, shares, device)
-        forward = shared_prompt_forward if shares else forward_replicated
-        own: dict[str, Any] = {"tokens": sum(one.layout.num_tokens for one in batches), "micro_batches": len(batches)}
+    for name in options.who:
+        chunk = build(options, name == "shared", device)
+        parts, batches = micro_batches(options, name == "shared", device)
+        forward = shared_prompt_forward if name == "shared" else forward_replicated
+        row: Row = {"who": name, "tokens": sum(one.layout.num_tokens for one in batches), "micro_batches": len(batches)}
         for what, trains in (("update", True), ("log_probs", False)):
             times: list[float] = []
             if device.type == "cuda":
@@ -193,32 +222,31 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 times.append(slowest(time.perf_counter() - begin, device))
-            own[f"{what}_s"] = min(times[1:])
-            own[f"{what}_rounds_s"] = times[1:]
+            row[f"{what}_s"] = min(times[1:])
+            row[f"{what}_rounds_s"] = times[1:]
             peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-            own[f"{what}_peak_gib"] = slowest(peak / 2**30, device)
+            row[f"{what}_peak_gib"] = slowest(peak / 2**30, device)
         # In the order of the samples; nothing but on the last stage.
         order = torch.tensor([sample for part in parts for sample in part]).argsort().to(device)
         scores[name] = torch.cat(logps).view(options.samples, -1)[order] if logps else torch.zeros(0)
-        found[name] = own
+        rows[name] = row
         del chunk, batches, logps
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if len(scores) == 2:
+    if len(rows) == 2:
+        shared, replicated = rows["shared"], rows["replicated"]
         apart = (scores["shared"] - scores["replicated"]).abs()
-        found["log_prob_mean_difference"] = slowest(apart.mean().item() if apart.numel() else 0.0, device)
-        ratio = found["replicated"]["tokens"] / found["shared"]["tokens"]
-        found["token_ratio"] = ratio
+        shared["log_prob_mean_difference"] = slowest(apart.mean().item() if apart.numel() else 0.0, device)
+        shared["token_ratio"] = replicated["tokens"] / shared["tokens"]
         for what in ("update", "log_probs"):
-            times_faster = found["replicated"][f"{what}_s"] / found["shared"][f"{what}_s"]
-            found[f"{what}_times_faster"] = times_faster
-            found[f"{what}_of_token_ratio"] = times_faster / ratio
-    return found
+            shared[f"{what}_times_faster"] = replicated[f"{what}_s"] / shared[f"{what}_s"]
+            shared[f"{what}_of_token_ratio"] = shared[f"{what}_times_faster"] / shared["token_ratio"]
+    return list(rows.values())
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", choices=SIZES, default="qwen3-1.7b")
     add("--tensor", type=int, default=1, help="tensor-parallel ranks")
@@ -242,11 +270,13 @@ def main() -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     parallel_state.initialize_model_parallel(options.tensor, options.pipeline)
-    found = measure(options, device)
+    rows = measure(options, device)
     if dist.get_rank() == 0:
-        versions = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
-        header = {"gpu": torch.cuda.get_device_name(), "gpus": dist.get_world_size(), **versions, **vars(options)}
-        print(json.dumps({"header": header, **found}, indent=1))
+        gpu, what = torch.cuda.get_device_name(), {**vars(options), "version": megatron.core.__version__}
+        name = f"{gpu_folder(gpu)}-{options.model}-tp{options.tensor}-pp{options.pipeline}"
+        del what["out"], what["name"], what["commit"]
+        print(Result(options, FOLDER, name, gpu, gpus=dist.get_world_size(), megatron=what).write(rows))
+        print(rows)
     dist.destroy_process_group()
     return 0
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The page of trainers and the README's table of verl, made of the result files of bench_verl.py, bench_trl.py,
-bench_mismatch.py and bench_vllm.py."""
+bench_mismatch.py, bench_context.py, bench_megatron.py and bench_vllm.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def render(folder: Path) -> list[Path]:
 
     Args:
         folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/ and vllm/, of long rows in
-            context/, and gets what is made.
+            context/, of Megatron in megatron/, and gets what is made.
 
     Raises:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
@@ -71,6 +71,7 @@ def render(folder: Path) -> list[Path]:
         "trl": runs_of_trl(folder / "trl"),
         "mismatch": mismatches(folder / "mismatch"),
         "context": long_contexts(folder / "context"),
+        "megatron": megatron(folder / "megatron"),
         "vllm": rollouts_of_vllm(folder / "vllm"),
     }
     page.write_text(filled("trainers", sections, **parts))
@@ -352,6 +353,34 @@ def long_contexts(folder: Path) -> str:
             markdown(table),
             f"{rows[0]['tokens']} tokens. [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`,"
             f" torch {header['torch']}, transformers {header['versions']['transformers']}.",
+        ]
+    return "\n\n".join(parts)
+
+
+# --- Megatron ---------------------------------------------------------------------------------------------------------
+
+
+def megatron(folder: Path) -> str:
+    """A table of every result file. "" if there is none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        table = []
+        for row in sorted(rows, key=lambda one: one["who"]):
+            line = {"prompts": row["who"], "tokens": row["tokens"], "micro-batches": row["micro_batches"]}
+            for what, name in (("update", "update"), ("log_probs", "log-probs")):
+                line[f"{name}, s"] = f"{row[f'{what}_s']:.2f}"
+                line[f"{name}, GiB"] = figure(row, f"{what}_peak_gib", ".1f")
+                line[f"{name}, x"] = figure(row, f"{what}_times_faster", ".2f")
+                line[f"{name}, of the token ratio"] = figure(row, f"{what}_of_token_ratio", ".2f")
+            table.append(line | {"difference": figure(row, "log_prob_mean_difference", ".1e")})
+        run = header["megatron"]
+        parts += [
+            f"### {run['model']}, {run['samples']} x {run['prompt']} x {run['response']}, tensor {run['tensor']},"
+            f" pipeline {run['pipeline']}, {header['gpus']} x {header['gpu']}",
+            markdown(pd.DataFrame(table)),
+            f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']},"
+            f" megatron-core {run['version']}.",
         ]
     return "\n\n".join(parts)
 

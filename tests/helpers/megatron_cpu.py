@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -110,25 +109,6 @@ def without_a_gpu() -> Iterator[None]:
         )
         # Functions of a line or two are fused, which takes longer than everything else here.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
-        yield
-
-
-@contextlib.contextmanager
-def local_norms() -> Iterator[None]:
-    """Megatron's local norm refuses sequence parallelism; its gradient is summed as that of others."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    stock = WrappedTorchNorm.__new__
-
-    def norm(kind: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        alone = copy.copy(config)
-        alone.sequence_parallel = False
-        made = stock(kind, alone, *args, **kwargs)
-        for one in made.parameters():
-            one.sequence_parallel = config.sequence_parallel
-        return made
-
-    with patch.object(WrappedTorchNorm, "__new__", norm):
         yield
 
 

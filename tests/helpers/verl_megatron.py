@@ -18,7 +18,8 @@ import types
 from typing import Any
 
 import torch
-from megatron_cpu import local_norms, without_a_gpu
+from megatron_cpu import without_a_gpu
+from megatron_norms import local_norms
 
 _for_good = contextlib.ExitStack()
 _for_good.enter_context(without_a_gpu())
