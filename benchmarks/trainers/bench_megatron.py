@@ -3,7 +3,7 @@
 """Measure an update and log-probabilities of Megatron's GPTModel, prompts shared beside replicated, in one start.
 
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
-    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --virtual 7
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --model qwen3-30b-a3b-L12
     python benchmarks/report.py                                                    # the page, of the result files
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import sys
 import time
@@ -74,6 +75,7 @@ SIZES = {
     "qwen3-8b": Size(36, 4096, 12288, 32, 8, 128, 151936),
     "qwen3-30b-a3b-L12": Size(12, 2048, 768, 32, 4, 128, 151936, 128, 8),
     "tiny": Size(2, 32, 48, 4, 2, 8, 96),
+    "tiny-4-layers": Size(4, 32, 48, 4, 2, 8, 96),
     "tiny-experts": Size(2, 32, 24, 4, 2, 8, 96, 4, 2),
 }
 
@@ -95,12 +97,12 @@ def is_sliced(options: argparse.Namespace) -> bool:
     return options.tensor > 1 and SIZES[options.model].experts > 0
 
 
-def build(options: argparse.Namespace, shares: bool, device: torch.device) -> Any:
-    """This rank's stage, with the same weights in both runs."""
+def build(options: argparse.Namespace, shares: bool, device: torch.device) -> list[Any]:
+    """This rank's stages, with the same weights in both runs."""
     size = SIZES[options.model]
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)  # Megatron draws weights from a generator of its own on a GPU
-    on_gpu = device.type == "cuda"
+    on_gpu, is_virtual = device.type == "cuda", options.virtual > 1
     dtype = torch.bfloat16 if on_gpu else torch.float32
     more: dict[str, Any] = {}
     if not options.keep:
@@ -119,22 +121,31 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> An
         pipeline_dtype=dtype, use_cpu_initialization=not on_gpu, persist_layer_norm=False,
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, tensor_model_parallel_size=options.tensor,
         pipeline_model_parallel_size=options.pipeline, variable_seq_lengths=options.pipeline > 1,
-        moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu, **more,
+        moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu and not is_virtual,
+        overlap_p2p_comm=is_virtual, virtual_pipeline_model_parallel_size=options.virtual if is_virtual else None,
+        **more,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=size.experts or None, qk_layernorm=True, normalization="RMSNorm")
     if not shares:
         spec.submodules.self_attention.submodules.core_attention = VarlenAttention
-    with local_norms():
-        stage = GPTModel(
-            config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
-            position_embedding_type="rope", rotary_base=1000000,
-            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-        ).to(device)  # fmt: skip
-    if shares:
-        install(stage)
     config.finalize_model_grads_func = finalize_model_grads
-    module = Float16Module(config, stage) if on_gpu else stage
-    return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+    chunks = []
+    for at in range(options.virtual):
+        place: dict[str, Any] = dict(ignore_virtual=False, vp_stage=at)
+        with local_norms():
+            stage = GPTModel(
+                config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
+                position_embedding_type="rope", rotary_base=1000000, vp_stage=at if is_virtual else None,
+                pre_process=parallel_state.is_pipeline_first_stage(**place),
+                post_process=parallel_state.is_pipeline_last_stage(**place),
+            ).to(device)  # fmt: skip
+        if shares:
+            install(stage)
+        module = Float16Module(config, stage) if on_gpu else stage
+        sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        chunks.append(DistributedDataParallel(config, sums, module, disable_bucketing=at > 0))
+    config.no_sync_func = None
+    return chunks
 
 
 def micro_batches(
@@ -152,6 +163,10 @@ def micro_batches(
     else:
         most = max(1, options.tokens // (options.prompt + options.response))
         parts = [[*range(at, min(at + most, options.samples))] for at in range(0, options.samples, most)]
+    if options.virtual > 1:  # then Megatron's schedule wants a multiple of the stages
+        count = -(-len(parts) // options.pipeline) * options.pipeline
+        bounds = [options.samples * at // count for at in range(count + 1)]
+        parts = [[*range(*pair)] for pair in itertools.pairwise(bounds)]
     return parts, [
         pack_shared_prompts(
             [prompts[i] for i in part], [responses[i] for i in part], device=device,
@@ -172,7 +187,7 @@ def forward_replicated(chunk: Any, batch: PackedBatch) -> Any:
     return chunk(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=params, **more)
 
 
-def run(chunk: Any, batches: list[PackedBatch], forward: Callable[..., Any], trains: bool) -> list[Tensor]:
+def run(chunks: list[Any], batches: list[PackedBatch], forward: Callable[..., Any], trains: bool) -> list[Tensor]:
     """All micro-batches, and their log-probabilities on the last stage."""
     scored: list[Tensor] = []
 
@@ -186,10 +201,12 @@ def run(chunk: Any, batches: list[PackedBatch], forward: Callable[..., Any], tra
 
         return forward(model, batch), loss
 
-    if trains:
+    for chunk in chunks if trains else ():
         chunk.zero_grad_buffer()
+    iterators = [iter(batches) for _ in chunks]
     get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iter(batches), model=chunk, num_microbatches=len(batches),
+        forward_step_func=step, data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0], num_microbatches=len(batches),
         seq_length=max(batch.layout.num_tokens for batch in batches), micro_batch_size=1, forward_only=not trains,
     )  # fmt: skip
     return scored
@@ -206,7 +223,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
     rows: dict[str, Row] = {}
     scores: dict[str, Tensor] = {}
     for name in options.who:
-        chunk = build(options, name == "shared", device)
+        chunks = build(options, name == "shared", device)
         parts, batches = micro_batches(options, name == "shared", device)
         forward = shared_prompt_forward if name == "shared" else forward_replicated
         row: Row = {"who": name, "tokens": sum(one.layout.num_tokens for one in batches), "micro_batches": len(batches)}
@@ -218,7 +235,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
                 dist.barrier()
                 begin = time.perf_counter()
                 with torch.set_grad_enabled(trains):
-                    logps = run(chunk, batches, forward, trains)
+                    logps = run(chunks, batches, forward, trains)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 times.append(slowest(time.perf_counter() - begin, device))
@@ -230,7 +247,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
         order = torch.tensor([sample for part in parts for sample in part]).argsort().to(device)
         scores[name] = torch.cat(logps).view(options.samples, -1)[order] if logps else torch.zeros(0)
         rows[name] = row
-        del chunk, batches, logps
+        del chunks, batches, logps
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -251,6 +268,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", choices=SIZES, default="qwen3-1.7b")
     add("--tensor", type=int, default=1, help="tensor-parallel ranks")
     add("--pipeline", type=int, default=1, help="pipeline stages")
+    add("--virtual", type=int, default=1, help="parts of a stage, with equally many layers")
     add("--samples", type=int, default=32)
     add("--prompt", type=int, default=8192, help="its tokens")
     add("--response", type=int, default=2048, help="tokens of each")
@@ -269,11 +287,12 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    parallel_state.initialize_model_parallel(options.tensor, options.pipeline)
+    virtual = options.virtual if options.virtual > 1 else None
+    parallel_state.initialize_model_parallel(options.tensor, options.pipeline, virtual)
     rows = measure(options, device)
     if dist.get_rank() == 0:
         gpu, what = torch.cuda.get_device_name(), {**vars(options), "version": megatron.core.__version__}
-        name = f"{gpu_folder(gpu)}-{options.model}-tp{options.tensor}-pp{options.pipeline}"
+        name = f"{gpu_folder(gpu)}-{options.model}-tp{options.tensor}-pp{options.pipeline}-vpp{options.virtual}"
         del what["out"], what["name"], what["commit"]
         print(Result(options, FOLDER, name, gpu, gpus=dist.get_world_size(), megatron=what).write(rows))
         print(rows)

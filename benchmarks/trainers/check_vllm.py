@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whether vLLM on this package samples what vLLM samples, and the same bits in any batch.
 
-    python benchmarks/trainers/check_vllm.py                      # on a GPU; a minute for each of six engines
+    python benchmarks/trainers/check_vllm.py                      # on GPUs; a minute for each of seven engines
     python benchmarks/trainers/check_vllm.py --only invariant
 
 greedy: greedy tokens and their log-probabilities of an engine on this package against one of vLLM's own, up to the
@@ -15,16 +15,19 @@ Each engine is a process of its own, with a Qwen3-1.7B-shaped model of four laye
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench_vllm import ENGINES
-from vllm_rig import MARK, Engine, describe, draw_prompts, run_child, running, set_weights
+from vllm_rig import MARK, Engine, describe, draw_prompts, refuse_certain, run_child, running, set_weights, side_by_side
 
 LENGTHS = (40, 333, 1024, 2049, 3001)  # of the prompts
 RESPONSES, NEW, MODEL_LENGTH = 4, 48, 4096
@@ -69,18 +72,24 @@ def child(settings: dict[str, Any], kind: str) -> None:
                 llm.reset_prefix_cache()
                 alone.append(sample(llm, [prompt]))
             found["alone"] = {name: [one[name][0] for one in alone] for name in ("tokens", "logprobs")}
+        refuse_certain(statistics.fmean(itertools.chain.from_iterable(found["together"]["logprobs"])))
         print(MARK + json.dumps({"found": found, "about": describe(llm)}), flush=True)
 
 
-def start(name: str, kind: str, more: dict[str, Any], limit: float) -> dict[str, Any] | None:
-    """What an engine's process has sampled; None, with its output, if it has failed."""
-    own, environment = ENGINES[name]
-    settings = {"model": "qwen3-1.7b", "layers": 4} | own | more
-    rows, output, end = run_child(__file__, ["--child", json.dumps(settings), "--only", kind], environment, limit)
-    if not rows:
-        print(f"{name} {more} has FAILED: {end}\n{output[-6000:]}", flush=True)
-        return None
-    return dict(rows[0])
+def start(engines: list[tuple[str, dict[str, Any]]], kind: str, limit: float) -> list[dict[str, Any] | None]:
+    """What engines, of a name and more settings, have sampled; None, with its output, for one that has failed."""
+
+    def one(name: str, more: dict[str, Any], gpu: dict[str, str]) -> dict[str, Any] | None:
+        own, environment = ENGINES[name]
+        settings = {"model": "qwen3-1.7b", "layers": 4} | own | more
+        given = ["--child", json.dumps(settings), "--only", kind]
+        rows, output, end = run_child(__file__, given, environment | gpu, limit)
+        if not rows:
+            print(f"{name} {more} has FAILED: {end}\n{output[-6000:]}", flush=True)
+            return None
+        return dict(rows[0])
+
+    return side_by_side([partial(one, *engine) for engine in engines])
 
 
 def differences(one: Sampled, other: Sampled) -> tuple[int, int, float, float]:
@@ -95,7 +104,8 @@ def differences(one: Sampled, other: Sampled) -> tuple[int, int, float, float]:
 
 
 def check_greedy(limit: float) -> bool:
-    started = {name: start(name, "greedy", {}, limit) for name in ("stock", "triton", "dualkv", "trainer")}
+    names = ("stock", "triton", "dualkv", "trainer")
+    started = dict(zip(names, start([(name, {}) for name in names], "greedy", limit)))
     found = {name: one for name, one in started.items() if one is not None}
     together = {name: one["found"]["together"] for name, one in found.items()}
     if not {"stock", "triton"} <= found.keys():
@@ -117,12 +127,12 @@ def check_greedy(limit: float) -> bool:
 
 def check_invariant(limit: float) -> bool:
     good = True
-    for name, more in (
+    engines: list[tuple[str, dict[str, Any]]] = [
         ("dualkv_invariant", {}),
         ("dualkv_invariant", {"options": {"max_num_batched_tokens": 512}}),  # prompts in chunks
         ("stock_invariant", {}),
-    ):
-        answer = start(name, "invariant", more, limit)
+    ]
+    for (name, more), answer in zip(engines, start(engines, "invariant", limit)):
         if answer is None:
             good = False
             continue

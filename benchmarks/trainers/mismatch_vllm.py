@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How far log-probabilities of vLLM's sampler are from those of a training forward on the same weights and tokens.
 
-    python benchmarks/trainers/mismatch_vllm.py        # on a GPU; about a minute for each of five engines
+    python benchmarks/trainers/mismatch_vllm.py        # on GPUs; about a minute for each of five engines
+    python benchmarks/report.py                        # the page, of the result files
 
 The training forward is this package's, on shared prompts, of transformers' model. Engines differ in attention, and in
 whether vLLM's other operators are batch-invariant: then the matrix products of both sides are the same. Differences are
@@ -12,8 +13,10 @@ trainer - sampler; k3 is the mean of exp(d) - 1 - d, as losses estimate the KL d
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,21 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench_vllm import ENGINES
-from vllm_rig import MARK, Engine, draw_prompts, run_child, runner_of, running, set_weights
+from command import RESULTS, Result, gpu_folder, parser_of
+from measure import Row
+from vllm_rig import (
+    MARK,
+    Engine,
+    draw_prompts,
+    refuse_certain,
+    run_child,
+    runner_of,
+    running,
+    set_weights,
+    side_by_side,
+)
 
+FOLDER = RESULTS / "trainers" / "vllm_mismatch"
 GROUPS, N, PROMPT, NEW = 8, 4, 1000, 256
 DEFAULT = ("stock", "dualkv", "trainer", "stock_invariant", "dualkv_invariant")
 
@@ -91,12 +107,14 @@ def child(settings: dict[str, Any]) -> None:
             "mean": gaps.abs().mean().item(), "largest": gaps.abs().max().item(),
             "k3": (gaps.exp() - 1.0 - gaps).mean().item(), "equal": (gaps == 0).double().mean().item(),
             "first_token": gaps[:, 0].abs().mean().item(), "logprob": chances.mean().item(),
+            "device": torch.cuda.get_device_name(), "vllm": sys.modules["vllm"].__version__,
         }  # fmt: skip
+        refuse_certain(row["logprob"])
         print(MARK + json.dumps(row), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--engines", nargs="+", default=DEFAULT, choices=list(ENGINES))
     parser.add_argument("--model", default="qwen3-1.7b")
     parser.add_argument("--layers", type=int, default=28)
@@ -106,15 +124,22 @@ def main(arguments: list[str] | None = None) -> int:
     if options.child:
         child(json.loads(options.child))
         return 0
-    failed = False
-    for name in options.engines:
+
+    def one(name: str, gpu: dict[str, str]) -> list[Row]:
         own, environment = ENGINES[name]
         settings = {"model": options.model, "layers": options.layers, "options": {"gpu_memory_utilization": 0.5}} | own
-        rows, output, end = run_child(__file__, ["--child", json.dumps(settings)], environment, options.limit_s)
-        failed |= not rows
+        given = ["--child", json.dumps(settings)]
+        rows, output, end = run_child(__file__, given, environment | gpu, options.limit_s)
         found = json.dumps(rows[0]) if rows else f"{end}\n{output[-5000:]}"
         print(f"{name:16} {found}", flush=True)
-    return int(failed)
+        return [{"who": name} | row for row in rows]
+
+    rows = [*itertools.chain.from_iterable(side_by_side([partial(one, name) for name in options.engines]))]
+    if rows:
+        gpu = rows[0]["device"]
+        what = f"{options.model}, {options.layers} layers, {GROUPS} x {N} x {PROMPT} x {NEW}"
+        print(Result(options, FOLDER, f"{gpu_folder(gpu)}-{options.model}", gpu, what=what).write(rows))
+    return int(len(rows) != len(options.engines))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The page of trainers and the README's table of verl, made of the result files of bench_verl.py, bench_trl.py,
-bench_mismatch.py, bench_context.py, bench_megatron.py and bench_vllm.py."""
+bench_mismatch.py, bench_context.py, bench_megatron.py, bench_vllm.py and mismatch_vllm.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench_trl import LABELS
 from bench_verl import ACCURACY, LARGE, PRESETS, WHO
 from pages import COLORS, ResultError, filled, load, markdown, number, read, save
 from verl_inputs import TreeBatch
-from vllm_report import rollouts_of_vllm
+from vllm_report import mismatches_of_vllm, rollouts_of_vllm
 
 # Setups of the README's table, and the micro-batches of both; without Ulysses.
 HEADLINE = (
@@ -37,8 +37,8 @@ def render(folder: Path) -> list[Path]:
     """The page and the README's table, of all result files; of what was measured twice with verl, the newest.
 
     Args:
-        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/ and vllm/, of long rows in
-            context/, of Megatron in megatron/, and gets what is made.
+        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/, vllm/ and vllm_mismatch/,
+            of long rows in context/, of Megatron in megatron/, and gets what is made.
 
     Raises:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
@@ -73,6 +73,7 @@ def render(folder: Path) -> list[Path]:
         "context": long_contexts(folder / "context"),
         "megatron": megatron(folder / "megatron"),
         "vllm": rollouts_of_vllm(folder / "vllm"),
+        "sampler": mismatches_of_vllm(folder / "vllm_mismatch"),
     }
     page.write_text(filled("trainers", sections, **parts))
     short.write_text(headline(pairs) + "\n")
@@ -375,9 +376,10 @@ def megatron(folder: Path) -> str:
                 line[f"{name}, of the token ratio"] = figure(row, f"{what}_of_token_ratio", ".2f")
             table.append(line | {"difference": figure(row, "log_prob_mean_difference", ".1e")})
         run = header["megatron"]
+        virtual = f" x {run['virtual']}" if run.get("virtual", 1) > 1 else ""
         parts += [
             f"### {run['model']}, {run['samples']} x {run['prompt']} x {run['response']}, tensor {run['tensor']},"
-            f" pipeline {run['pipeline']}, {header['gpus']} x {header['gpu']}",
+            f" pipeline {run['pipeline']}{virtual}, {header['gpus']} x {header['gpu']}",
             markdown(pd.DataFrame(table)),
             f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']},"
             f" megatron-core {run['version']}.",

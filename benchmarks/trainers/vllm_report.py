@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The section about vLLM of the trainers' page, made of the result files of bench_vllm.py."""
+"""The section about vLLM of the trainers' page, made of the result files of bench_vllm.py and mismatch_vllm.py."""
 
 from __future__ import annotations
 
@@ -44,5 +44,30 @@ def rollouts_of_vllm(folder: Path) -> str:
             f"### vLLM {rows[0]['vllm']}, {header['gpu']}",
             markdown(table, 3),
             f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']}.",
+        ]
+    return "\n\n".join(parts)
+
+
+def mismatches_of_vllm(folder: Path) -> str:
+    """A table of every result file. "" if there is none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        table = pd.DataFrame(
+            {
+                "sampler": LABELS[row["who"]],
+                "mean": f"{row['mean']:.1e}",
+                "largest": f"{row['largest']:.1e}",
+                "k3": f"{row['k3']:.1e}",
+                "equal to the bit": f"{100 * row['equal']:.1f}%",
+                "first token, mean": f"{row['first_token']:.1e}",
+            }
+            for row in rows
+        )
+        parts += [
+            f"### {header['what']}, vLLM {rows[0]['vllm']}, {header['gpu']}",
+            markdown(table),
+            f"Mean log-probability {rows[0]['logprob']:.2f}. [File]({folder.name}/{path.name}), commit"
+            f" `{header['commit'][:12]}`, torch {header['torch']}.",
         ]
     return "\n\n".join(parts)

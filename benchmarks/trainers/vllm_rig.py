@@ -17,15 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 
 from flash_attn_dualkv.predict import MODELS
 
+Found = TypeVar("Found")
 MARK = "RESULT "  # in front of lines of results
 WARM_UP_TOKENS = 8
 
@@ -75,6 +78,25 @@ def run_child(
     lines = out.splitlines()
     rows = [json.loads(line[len(MARK) :]) for line in lines if line.startswith(MARK)]
     return rows, "\n".join(line for line in [*lines, *err.splitlines()] if not line.startswith(MARK)), end
+
+
+def side_by_side(tasks: Sequence[Callable[[dict[str, str]], Found]]) -> list[Found]:
+    """What the tasks give, in their order; each gets the environment of a GPU that it has for itself."""
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    free: SimpleQueue[str] = SimpleQueue()
+    places = known.split(",") if known else [str(place) for place in range(max(1, torch.cuda.device_count()))]
+    for place in places:
+        free.put(place)
+
+    def run(task: Callable[[dict[str, str]], Found]) -> Found:
+        place = free.get()
+        try:
+            return task({"CUDA_VISIBLE_DEVICES": place})
+        finally:
+            free.put(place)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(run, tasks))
 
 
 def write_model(engine: Engine, folder: str, length: int) -> None:
@@ -150,12 +172,28 @@ def runner_of(llm: Any) -> Any:
 @torch.inference_mode()
 def set_weights(llm: Any, seed: int = 0) -> None:
     """Weights with which attention and next tokens are neither uniform nor certain, the same in every engine."""
-    for name, one in runner_of(llm).model.named_parameters():
+    weights = dict(runner_of(llm).model.named_parameters())
+    has_head = any("lm_head" in name for name in weights)
+    for name, one in weights.items():
         draw = torch.Generator(one.device).manual_seed(seed + sum(name.encode()))
         if one.dim() > 1:
-            one.normal_(0.0, 1.0 if "embed_tokens" in name else 1.0 / one.shape[-1] ** 0.5, generator=draw)
+            # Logits have a standard deviation of 3, also where embeddings are the head: with 1 for them,
+            # a token was followed by itself with a probability of 1.
+            is_head = "lm_head" in name or ("embed_tokens" in name and not has_head)
+            width = 1.0 if "embed_tokens" in name and has_head else (3.0 if is_head else 1.0) / one.shape[-1] ** 0.5
+            one.normal_(0.0, width, generator=draw)
         else:
             one.fill_(2.0 if "q_norm" in name else 1.0)
+
+
+def refuse_certain(logprob: float) -> None:
+    """Comparisons of tokens that were certain find nothing.
+
+    Args:
+        logprob: the mean of what was sampled.
+    """
+    if not logprob < -0.1:
+        raise ValueError(f"tokens were certain: the mean of their log-probabilities is {logprob:.2g}")
 
 
 def describe(llm: Any) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -84,12 +86,40 @@ def test_slow_engines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         engines.slow = "no engine"
         assert check(1.0)
         capsys.readouterr()
-    engines = Engines({"mean": 0.5}, "TRITON_ATTN")
+
+
+def test_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Rows of the engines that did not fail are written, and the page shows them."""
+    row = {"mean": 0.5, "largest": 1, "k3": 0, "equal": 0.25, "first_token": 0, "logprob": -3, "vllm": "0.26.0"}
+    engines = Engines(row | {"device": "NVIDIA H200"}, "TRITON_ATTN")
     monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
-    assert mismatch_vllm.main(["--engines", "triton", "stock"]) == 1 and engines.count == 2
-    text = capsys.readouterr().out
-    assert "time limit\nit was here" in text and 'stock            {"mean": 0.5}' in text
-    assert mismatch_vllm.main(["--engines", "stock"]) == 0
+    where = ["--out", str(tmp_path), "--commit", "0123456789abcdef"]
+    assert mismatch_vllm.main(["--engines", "triton", "stock", *where]) == 1 and engines.count == 2
+    assert "time limit\nit was here" in capsys.readouterr().out
+    page = vllm_report.mismatches_of_vllm(tmp_path)
+    assert "### qwen3-1.7b, 28 layers, 8 x 4 x 1000 x 256, vLLM 0.26.0, NVIDIA H200" in page
+    assert "| vLLM " in page and "25.0%" in page and "Triton" not in page
+    assert mismatch_vllm.main(["--engines", "stock", *where]) == 0
+
+
+def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task has a GPU for itself, among those that this process may use."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    both, places = threading.Barrier(2), set[str]()
+
+    def task(number: int, gpu: dict[str, str]) -> int:
+        both.wait(10.0)
+        places.add(gpu["CUDA_VISIBLE_DEVICES"])
+        return number
+
+    assert vllm_rig.side_by_side([partial(task, number) for number in range(4)]) == [0, 1, 2, 3]
+    assert places == {"2", "5"}
+
+
+def test_certain_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="certain"):
+        vllm_rig.refuse_certain(-1e-5)
+    vllm_rig.refuse_certain(-2.0)
 
 
 def test_comparison_of_samples() -> None:
