@@ -3,7 +3,7 @@
 """Measure an update and log-probabilities of Megatron's GPTModel, prompts shared beside replicated, in one start.
 
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
-    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --virtual 7
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --model qwen3-30b-a3b-L12
     python benchmarks/report.py                                                    # the page, of the result files
 
@@ -102,7 +102,7 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
     size = SIZES[options.model]
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)  # Megatron draws weights from a generator of its own on a GPU
-    on_gpu, is_virtual = device.type == "cuda", options.virtual > 1
+    on_gpu, is_virtual = device.type == "cuda", options.vpp > 1
     dtype = torch.bfloat16 if on_gpu else torch.float32
     more: dict[str, Any] = {}
     if not options.keep:
@@ -122,7 +122,7 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, tensor_model_parallel_size=options.tensor,
         pipeline_model_parallel_size=options.pipeline, variable_seq_lengths=options.pipeline > 1,
         moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu and not is_virtual,
-        overlap_p2p_comm=is_virtual, virtual_pipeline_model_parallel_size=options.virtual if is_virtual else None,
+        overlap_p2p_comm=is_virtual, virtual_pipeline_model_parallel_size=options.vpp if is_virtual else None,
         **more,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=size.experts or None, qk_layernorm=True, normalization="RMSNorm")
@@ -130,7 +130,7 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
         spec.submodules.self_attention.submodules.core_attention = VarlenAttention
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
-    for at in range(options.virtual):
+    for at in range(options.vpp):
         place: dict[str, Any] = dict(ignore_virtual=False, vp_stage=at)
         with local_norms():
             stage = GPTModel(
@@ -163,7 +163,7 @@ def micro_batches(
     else:
         most = max(1, options.tokens // (options.prompt + options.response))
         parts = [[*range(at, min(at + most, options.samples))] for at in range(0, options.samples, most)]
-    if options.virtual > 1:  # then Megatron's schedule wants a multiple of the stages
+    if options.vpp > 1:  # then Megatron's schedule wants a multiple of the stages
         count = -(-len(parts) // options.pipeline) * options.pipeline
         bounds = [options.samples * at // count for at in range(count + 1)]
         parts = [[*range(*pair)] for pair in itertools.pairwise(bounds)]
@@ -268,7 +268,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", choices=SIZES, default="qwen3-1.7b")
     add("--tensor", type=int, default=1, help="tensor-parallel ranks")
     add("--pipeline", type=int, default=1, help="pipeline stages")
-    add("--virtual", type=int, default=1, help="parts of a stage, with equally many layers")
+    add("--vpp", type=int, default=1, help="parts of a stage, with equally many layers")
     add("--samples", type=int, default=32)
     add("--prompt", type=int, default=8192, help="its tokens")
     add("--response", type=int, default=2048, help="tokens of each")
@@ -287,12 +287,12 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    virtual = options.virtual if options.virtual > 1 else None
+    virtual = options.vpp if options.vpp > 1 else None
     parallel_state.initialize_model_parallel(options.tensor, options.pipeline, virtual)
     rows = measure(options, device)
     if dist.get_rank() == 0:
         gpu, what = torch.cuda.get_device_name(), {**vars(options), "version": megatron.core.__version__}
-        name = f"{gpu_folder(gpu)}-{options.model}-tp{options.tensor}-pp{options.pipeline}-vpp{options.virtual}"
+        name = f"{gpu_folder(gpu)}-{options.model}-tp{options.tensor}-pp{options.pipeline}-vpp{options.vpp}"
         del what["out"], what["name"], what["commit"]
         print(Result(options, FOLDER, name, gpu, gpus=dist.get_world_size(), megatron=what).write(rows))
         print(rows)

@@ -8,7 +8,8 @@
 greedy: greedy tokens and their log-probabilities of an engine on this package against one of vLLM's own, up to the
 first token that differs. Differences must not be larger than those between two of vLLM's own backends.
 invariant: with VLLM_BATCH_INVARIANT=1, log-probabilities of a request alone, among its siblings, and among copies of
-its prompt that share nothing, are equal to the bit; so are those of prompts that come in chunks.
+its prompt that share nothing, are equal to the bit; so are those of prompts that come in chunks. Said beside that is
+which of vLLM's other operators give a row other bits in another batch: then no attention can keep them.
 Each engine is a process of its own, with a Qwen3-1.7B-shaped model of four layers and random weights.
 """
 
@@ -20,14 +21,29 @@ import json
 import random
 import statistics
 import sys
+from collections import ChainMap
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench_vllm import ENGINES
-from vllm_rig import MARK, Engine, describe, draw_prompts, refuse_certain, run_child, running, set_weights, side_by_side
+from vllm_rig import (
+    MARK,
+    Engine,
+    describe,
+    draw_prompts,
+    refuse_certain,
+    run_child,
+    runner_of,
+    running,
+    set_weights,
+    side_by_side,
+)
 
 LENGTHS = (40, 333, 1024, 2049, 3001)  # of the prompts
 RESPONSES, NEW, MODEL_LENGTH = 4, 48, 4096
@@ -74,6 +90,33 @@ def child(settings: dict[str, Any], kind: str) -> None:
             found["alone"] = {name: [one[name][0] for one in alone] for name in ("tokens", "logprobs")}
         refuse_certain(statistics.fmean(itertools.chain.from_iterable(found["together"]["logprobs"])))
         print(MARK + json.dumps({"found": found, "about": describe(llm)}), flush=True)
+        if kind == "invariant":
+            print(MARK + json.dumps({"operators": dependent_operators(llm)}), flush=True)
+
+
+@torch.inference_mode()
+def dependent_operators(llm: Any) -> list[str]:
+    """Operators of vLLM's own whose rows depend on how many there are, without attention."""
+    model = runner_of(llm).model
+    layer = model.model.layers[0]
+    qkv, norm, gate = layer.self_attn.qkv_proj, layer.post_attention_layernorm, layer.mlp
+    draw = torch.Generator(qkv.weight.device).manual_seed(0)
+    rows, residual = qkv.weight.new_empty(2, 600, qkv.weight.shape[-1]).normal_(generator=draw)
+    heads = rows.view(len(rows), -1, layer.self_attn.head_dim)
+    operators: dict[str, Callable[[int], torch.Tensor]] = {
+        "projection": lambda count: qkv(rows[:count])[0],
+        "norm": lambda count: norm(rows[:count].clone()),
+        "norm with residual": lambda count: norm(rows[:count].clone(), residual[:count].clone())[0],
+        "norm of heads": lambda count: layer.self_attn.q_norm(heads[:count].clone()),
+        "MLP": lambda count: gate(rows[:count]),
+        "logits": lambda count: model.compute_logits(rows[:count]),
+    }
+    return [
+        f"{name} of {count} rows"
+        for name, run in operators.items()
+        for count in (1, 2, 20, 300)
+        if not torch.equal(run(count), run(len(rows))[:count])
+    ]
 
 
 def start(engines: list[tuple[str, dict[str, Any]]], kind: str, limit: float) -> list[dict[str, Any] | None]:
@@ -87,7 +130,7 @@ def start(engines: list[tuple[str, dict[str, Any]]], kind: str, limit: float) ->
         if not rows:
             print(f"{name} {more} has FAILED: {end}\n{output[-6000:]}", flush=True)
             return None
-        return dict(rows[0])
+        return dict(ChainMap(*rows))
 
     return side_by_side([partial(one, *engine) for engine in engines])
 
@@ -101,6 +144,18 @@ def differences(one: Sampled, other: Sampled) -> tuple[int, int, float, float]:
             if token != peer:
                 break
     return len(gaps), sum(map(len, one["tokens"])), sum(gaps) / len(gaps), max(gaps)
+
+
+def where_different(one: Sampled, other: Sampled) -> str:
+    """The first place that differs in the requests of each length."""
+    lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts_of(salted=False)]
+    first: dict[int, list[str]] = {}
+    for index, (left, right) in enumerate(zip(one["logprobs"], other["logprobs"])):
+        places = [place for place, (a, b) in enumerate(zip(left, right)) if a != b]
+        if places:
+            gap = abs(left[places[0]] - right[places[0]])
+            first.setdefault(lengths[index], []).append(f"{places[0]} ({gap:.1e})")
+    return "; ".join(f"prompts of {length} tokens from token {', '.join(first[length])}" for length in sorted(first))
 
 
 def check_greedy(limit: float) -> bool:
@@ -140,8 +195,9 @@ def check_invariant(limit: float) -> bool:
         for case, sampled in answer["found"].items():
             is_equal = sampled == together
             good &= is_equal or name.startswith("stock")
-            print(f"{name} {more}: {case} {'equal to the bit' if is_equal else 'DIFFERENT'}", flush=True)
-        print(answer["about"], flush=True)
+            verdict = "equal to the bit" if is_equal else f"DIFFERENT: {where_different(together, sampled)}"
+            print(f"{name} {more}: {case} {verdict}", flush=True)
+        print(answer["about"], "operators that depend on the batch:", answer.get("operators"), flush=True)
     return good
 
 

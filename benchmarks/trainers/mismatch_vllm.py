@@ -6,19 +6,22 @@
     python benchmarks/report.py                        # the page, of the result files
 
 The training forward is this package's, on shared prompts, of transformers' model. Engines differ in attention, and in
-whether vLLM's other operators are batch-invariant: then the matrix products of both sides are the same. Differences are
-trainer - sampler; k3 is the mean of exp(d) - 1 - d, as losses estimate the KL divergence.
+whether vLLM's other operators are batch-invariant: then both sides take its matrix products. Differences are trainer -
+sampler; k3 is the mean of exp(d) - 1 - d, as losses estimate the KL divergence.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -88,6 +91,27 @@ def copied_model(llm: Any) -> Any:
     return model.eval()
 
 
+@contextlib.contextmanager
+def training_operators() -> Iterator[None]:
+    """PyTorch's own, beside an engine that is batch-invariant, but for its matrix products with weights.
+
+    For vLLM's mode replaces operators of the whole process, torch.bmm by one in TF32 for one: transformers' angles of
+    RoPE came out of it, and log-probabilities were 0.64 apart.
+    """
+    from vllm.model_executor.layers import batch_invariant
+
+    if not batch_invariant._batch_invariant_MODE:
+        yield
+        return
+    batch_invariant._batch_invariant_LIB._destroy()
+    functional = torch.nn.functional
+    with (
+        patch.object(torch, "bmm", torch.Tensor.bmm),
+        patch.object(functional, "linear", batch_invariant.linear_batch_invariant),
+    ):
+        yield
+
+
 def child(settings: dict[str, Any]) -> None:
     """An engine's process: prints differences."""
     engine = Engine(**settings)
@@ -100,7 +124,7 @@ def child(settings: dict[str, Any]) -> None:
 
         batch = pack_shared_prompts([one for one in prompts for _ in range(N)], tokens, device="cuda")
         model = copied_model(llm)
-        with torch.no_grad():
+        with torch.no_grad(), training_operators():
             logps, _ = shared_prompt_forward(model, batch)
         gaps = unpack_logprobs(logps, batch).double().cpu() - chances.double()
         row = {

@@ -376,7 +376,7 @@ def megatron(folder: Path) -> str:
                 line[f"{name}, of the token ratio"] = figure(row, f"{what}_of_token_ratio", ".2f")
             table.append(line | {"difference": figure(row, "log_prob_mean_difference", ".1e")})
         run = header["megatron"]
-        virtual = f" x {run['virtual']}" if run.get("virtual", 1) > 1 else ""
+        virtual = f" x {run['vpp']}" if run.get("vpp", 1) > 1 else ""
         parts += [
             f"### {run['model']}, {run['samples']} x {run['prompt']} x {run['response']}, tensor {run['tensor']},"
             f" pipeline {run['pipeline']}{virtual}, {header['gpus']} x {header['gpu']}",

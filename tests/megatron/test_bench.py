@@ -34,13 +34,13 @@ def test_two_ranks(how: str, kind: str) -> None:
 
 def _run_rank(rank: int, arguments: list[str], results: Any) -> None:
     options = bench_megatron.parsed(arguments)
-    with megatron_on_the_cpu(options.tensor, options.pipeline, options.virtual if options.virtual > 1 else None):
+    with megatron_on_the_cpu(options.tensor, options.pipeline, options.vpp if options.vpp > 1 else None):
         results[rank] = bench_megatron.measure(options, torch.device("cpu"))
 
 
 def test_virtual_stages() -> None:
     """Micro-batches are a multiple of the stages."""
-    more = ["--model", "tiny-4-layers", "--pipeline", "2", "--virtual", "2"]
+    more = ["--model", "tiny-4-layers", "--pipeline", "2", "--vpp", "2"]
     for rows in run_ranks(_run_rank, 2, [*TINY, *more]).values():
         one = {row["who"]: row for row in rows}
         assert (one["shared"]["micro_batches"], one["replicated"]["micro_batches"]) == (2, 4)
