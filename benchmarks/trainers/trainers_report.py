@@ -207,6 +207,7 @@ def runs_of_trl(folder: Path) -> str:
     parts = []
     for path in sorted(folder.glob("*.json")):
         header, rows = read(path)
+        rows.sort(key=lambda row: [*LABELS].index(row["who"]))
         ended = [row for row in rows if "phases" in row]
         if len(ended) < 2 or not ended[0]["arguments"]["stock"] or ended[-1]["arguments"]["stock"]:
             raise ResultError(f"{path}: expected steps of TRL's run first, and of one that shares prompts last")

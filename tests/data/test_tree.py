@@ -62,6 +62,11 @@ def test_round_trip(
     assert group_by_prefix(sequences, boundary=boundary, group_ids=groups, min_shared=min_shared) == batch.tree
     assert all(saved >= min_shared for saved in savings(batch))
     assert multiple is None or (batch.layout.num_tokens % multiple == 0 and batch.layout.pad < multiple)
+    own = batch.rows_of(batch.jagged_index + 1)  # of the scored tokens themselves
+    distinct = batch.distinct
+    assert len(distinct.pick(own)) == len(own.unique())
+    for values in (own, batch.token_index, batch.targets):
+        assert distinct.expand(distinct.pick(values)).equal(values)
     if boundary == "gather" and min_shared == 1:
         assert batch.layout.num_tokens - batch.layout.pad == distinct_prefixes(sequences, groups)
     if boundary == "replicate":

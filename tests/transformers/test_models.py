@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_models import (
@@ -109,6 +111,18 @@ OPTIONS = (
     dict(min_shared=5),
     dict(group_ids=[0, 0, 0, 1, 1, 1, 0, 0, 0]),
 )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_head_scores_shared_tokens_once(options: dict[str, Any]) -> None:
+    batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, **{"min_shared": 1, **options})
+    model = tiny_model("qwen3")
+    rows: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda head, given, out: rows.append(out.shape[:-1].numel()))
+    with torch.no_grad():
+        dualkv.shared_prompt_forward(model, batch, self_check=False)
+    own = batch.rows_of(batch.jagged_index + 1)
+    assert rows[-1] == len(own.unique()) < len(own)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

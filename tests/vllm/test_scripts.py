@@ -134,10 +134,8 @@ def test_where_samples_differ() -> None:
     """The first place of each request, by the lengths of their prompts."""
     lengths = [len(prompt["prompt_token_ids"]) for prompt in check_vllm.prompts_of(salted=False)]
     one = {"tokens": [], "logprobs": [[-1.0, -2.0, -3.0] for _ in lengths]}
-    other = {
-        "tokens": [],
-        "logprobs": [[-1.0, -2.5, -4.0] if length == 333 else [-1.0, -2.0, -3.0] for length in lengths],
-    }
+    changed = [-1.0, -2.5, -4.0]
+    other = {"tokens": [], "logprobs": [changed if length == 333 else one["logprobs"][0] for length in lengths]}
     assert check_vllm.where_different(one, one) == ""
     told = check_vllm.where_different(one, other)
     assert told == "prompts of 333 tokens from token " + ", ".join(["1 (5.0e-01)"] * check_vllm.RESPONSES)

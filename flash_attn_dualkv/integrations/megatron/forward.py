@@ -94,9 +94,11 @@ def shared_prompt_values(model: nn.Module, batch: PackedBatch, **inputs: Any) ->
         return output
     if output.shape[-1] != 1:
         raise SharedPromptError(explain("output layer", "one value a row", output.shape[-1]))
-    own, index = _own_rows(batch, layout)
-    values = output[0, :, 0].index_select(0, index)
-    return values if layout is None else _of_all_ranks(values, own, batch, layout)
+    index = batch.token_index
+    if layout is None:
+        return output[0, :, 0].index_select(0, index)
+    own, index = layout.local_rows(index)
+    return _of_all_ranks(output[0, :, 0].index_select(0, index), own, len(batch.targets), layout)
 
 
 def layout_of(model: nn.Module, batch: PackedBatch) -> ContextLayout | None:
@@ -186,9 +188,11 @@ def _request(batch: PackedBatch, layout: ContextLayout | None, temperature: floa
 
 
 def _scores(head: Any, rows: Tensor, request: Request, group: Any, vocabulary: int) -> Scores:
-    layout, targets = request.layout, request.batch.targets
-    own, index = _own_rows(request.batch, layout)
+    layout, distinct = request.layout, request.batch.distinct
+    targets, index = distinct.pick(request.batch.targets), distinct.pick(request.batch.token_index)
+    count = len(targets)
     if layout is not None:
+        own, index = layout.local_rows(index)
         targets = targets.index_select(0, own)
     # One gather for all rows: one per chunk would have a backward as large as the whole pack.
     chosen = rows.index_select(0, index)
@@ -196,18 +200,13 @@ def _scores(head: Any, rows: Tensor, request: Request, group: Any, vocabulary: i
     logps, entropy = score_in_chunks(head, chosen, targets, rows=rows_of_a_chunk(vocabulary), **options)
     scores = [logps, entropy] if request.with_entropy else [logps]
     if layout is not None:
-        scores = [_of_all_ranks(one, own, request.batch, layout) for one in scores]
+        scores = [_of_all_ranks(one, own, count, layout) for one in scores]
+    scores = [*map(distinct.expand, scores)]
     return scores[0], scores[1] if request.with_entropy else None
 
 
-def _own_rows(batch: PackedBatch, layout: ContextLayout | None) -> tuple[Tensor, Tensor]:
-    """Which of the scored tokens this rank has, and in which of its rows."""
-    index = batch.token_index
-    return (index, index) if layout is None else layout.local_rows(index)
-
-
-def _of_all_ranks(values: Tensor, own: Tensor, batch: PackedBatch, layout: ContextLayout) -> Tensor:
-    """Values of all scored tokens from those of each rank."""
-    whole = values.new_zeros(len(batch.targets)).index_copy(0, own, values)
+def _of_all_ranks(values: Tensor, own: Tensor, count: int, layout: ContextLayout) -> Tensor:
+    """So many values, of which each rank has some."""
+    whole = values.new_zeros(count).index_copy(0, own, values)
     # Megatron's sum, whose gradient is not summed over the ranks: all have the same loss.
     return reduce_from_tensor_model_parallel_region(whole, group=layout.group)

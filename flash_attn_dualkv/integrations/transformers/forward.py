@@ -103,7 +103,8 @@ def shared_prompt_forward(
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     temperature = checks.number("temperature", temperature)
     checks.flag("with_entropy", with_entropy)
-    token_index, targets = batch.token_index, batch.targets
+    distinct = batch.distinct
+    token_index, targets = distinct.pick(batch.token_index), distinct.pick(batch.targets)
     if layout is not None:
         check_divided(layout, batch.layout)
         own, token_index = layout.local_rows(token_index)
@@ -116,9 +117,9 @@ def shared_prompt_forward(
     drops = checks.flag("drop_unread", drop_unread) and layout is None
     logps, entropy = _scored(model, batch, token_index, score, self_check, layout, drops)
     if layout is not None:
-        whole = logps.new_zeros(len(batch.token_index))
+        whole = logps.new_zeros(len(distinct.pick(batch.targets)))
         logps, entropy = (layout.sum(whole.index_copy(0, own, one)) for one in (logps, entropy))
-    return logps, entropy if with_entropy else None
+    return distinct.expand(logps), distinct.expand(entropy) if with_entropy else None
 
 
 @torch.no_grad()

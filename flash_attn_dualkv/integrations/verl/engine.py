@@ -121,7 +121,7 @@ class _SharedPrompts(SharedPrompts):
         for name in ("cu_seqlens", "cu_seqlens_cpu"):  # for verl's own layers: the layout says more
             inputs.pop(name, None)
         if plan.scored is not None:
-            rows = plan.batch.token_index
+            rows = plan.batch.distinct.pick(plan.batch.token_index)
             inputs["logits_to_keep"] = rows
             for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
                 output_args[name] = output_args[name][rows]
@@ -136,8 +136,10 @@ class _SharedPrompts(SharedPrompts):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
         row = plan.micro_batch if plan.scored is None else plan.scored
         found = super().prepare_model_outputs(output, output_args, row, logits_processor_func)  # type: ignore[misc]
-        per_row = plan.scored is None
-        return {name: unpack_to_jagged(one.values(), plan.batch, per_row=per_row) for name, one in found.items()}
+        if plan.scored is None:
+            return {name: unpack_to_jagged(one.values(), plan.batch, per_row=True) for name, one in found.items()}
+        expand = plan.batch.distinct.expand
+        return {name: unpack_to_jagged(expand(one.values()), plan.batch, per_row=False) for name, one in found.items()}
 
     def _takes_images(self, data: TensorDict) -> bool:
         names = images_of(data)

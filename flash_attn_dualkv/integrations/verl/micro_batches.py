@@ -150,8 +150,8 @@ class Plan:
         batch: how it is packed.
         layout: for attention.
         micro_batch: the packed row, as verl holds one.
-        scored: as verl would hold the rows that score response tokens, `batch.token_index`, if the
-            LM head is to compute these alone; None for all rows.
+        scored: as verl would hold the rows that score response tokens, those of `batch.distinct`,
+            if the LM head is to compute these alone; None for all rows.
     """
 
     batch: PackedBatch
@@ -191,9 +191,11 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     layout = replace(batch.layout, position_ids=None)
     scored = None
     if scored_rows and len(batch.token_index):
-        ends = torch.tensor([0, len(batch.token_index)], device=batch.input_ids.device)
-        ids = torch.nested.nested_tensor_from_jagged(batch.input_ids[batch.token_index], ends)
-        scored = tu.get_tensordict({"input_ids": ids, **_teacher_of(micro_batch, batch.jagged_index, ends)}, flags)
+        rows = batch.distinct.pick(batch.token_index)
+        ends = torch.tensor([0, len(rows)], device=rows.device)
+        ids = torch.nested.nested_tensor_from_jagged(batch.input_ids[rows], ends)
+        teacher = _teacher_of(micro_batch, batch.distinct.pick(batch.jagged_index), ends)
+        scored = tu.get_tensordict({"input_ids": ids, **teacher}, flags)
     return Plan(batch, layout, tu.get_tensordict(row, flags), scored)
 
 
