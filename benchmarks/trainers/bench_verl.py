@@ -4,6 +4,7 @@
 
     python benchmarks/trainers/bench_verl.py --preset paper          # Qwen3-1.7B, N = 32, P up to 8192, R up to 2048
     python benchmarks/trainers/bench_verl.py --preset math-1k --gpus 4
+    python benchmarks/trainers/bench_verl.py --preset moe-x4 --gpus 4
     python benchmarks/report.py                                      # the page, of the result files
 
 Random weights, tokens and advantages; verl's worker, engine, loss and optimizer in a process for each GPU, see
@@ -73,6 +74,7 @@ MODELS = {
     "Qwen3-1.7B": Model("qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True),
     "Qwen3-8B": Model("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
     "Qwen3-30B-A3B, 12 layers": Model("qwen3_moe", 12, 2048, 768, 32, 4, 128, 151936, False, 128, 8),
+    "Qwen3-30B-A3B, 22 layers": Model("qwen3_moe", 22, 2048, 768, 32, 4, 128, 151936, False, 128, 8),
     "tiny": Model(),
 }
 PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048, shortest=0.5)
@@ -91,6 +93,12 @@ PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
     "math-1k": ("Qwen3-1.7B", MATH, MATH_BUDGET),
     "math-300": ("Qwen3-1.7B", replace(MATH, prompt_tokens=300), MATH_BUDGET),
     "moe": ("Qwen3-30B-A3B, 12 layers", PAPER, [one(tokens=TOKENS, sp=sp) for one in (OWN, PLUGIN) for sp in (1, 2)]),
+    # With as many layers as 80 GB hold on each of four GPUs.
+    "moe-x4": (
+        "Qwen3-30B-A3B, 22 layers",
+        PAPER,
+        [one(tokens=TOKENS, sp=sp) for sp in (4, 1) for one in (OWN, PLUGIN)],
+    ),
     "memory": ("Qwen3-1.7B", PAPER, [OWN(32), PLUGIN(32)]),
     "fused": (
         "Qwen3-0.6B",
@@ -112,7 +120,7 @@ PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
 ACCURACY = ("accuracy", "turns-accuracy")
 # Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker, whose weights stay
 # as they are, runs all micro-batches.
-LARGE = ("paper-8b", "moe", "turns")
+LARGE = ("paper-8b", "moe", "moe-x4", "turns")
 
 
 def case_of(preset: str, setting: Setting, gpus: int, is_cpu: bool) -> Case:
