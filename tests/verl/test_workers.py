@@ -18,6 +18,8 @@ from transformers import AutoConfig
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
 
+from flash_attn_dualkv.integrations.verl.verify import MOST_NORM_DIFFERENCE, difference_of_norms
+
 EQUAL = [
     case("dynamic, v1", updates=3),
     case("dynamic, v0", trainer="v0"),
@@ -227,3 +229,12 @@ def test_verification_fails(two_ranks: dict[str, Found]) -> None:
 def test_errors(one_rank: dict[str, Found], name: str, message: str) -> None:
     error = one_rank[name].error or ""
     assert re.search(message, error, re.DOTALL), error
+
+
+def test_norms_of_gradients_that_overflow() -> None:
+    """On both paths they say nothing; on one of them they differ."""
+    inf, nan = float("inf"), float("nan")
+    assert difference_of_norms(inf, inf) == difference_of_norms(nan, inf) == 0
+    assert difference_of_norms(1.1, 1.0) == pytest.approx(0.1)
+    for norm, expected in ((inf, 1.0), (nan, 1.0), (1.0, inf), (1.0, nan)):
+        assert not difference_of_norms(norm, expected) <= MOST_NORM_DIFFERENCE
