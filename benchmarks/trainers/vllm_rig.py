@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from flash_attn_dualkv.predict import MODELS
 
@@ -47,6 +48,8 @@ class Engine:
         rollouts: groups, responses of each, tokens of a prompt, fewest and most tokens of a response.
         repeat: runs of each of them behind the warm-up.
         options: more arguments of vLLM's LLM.
+        row_norms: norms that add a residual first are computed row by row. vLLM 0.26's kernel sums in another order
+            from 256 rows on, in its batch-invariant mode, too.
     """
 
     model: str = "qwen3-8b"
@@ -59,6 +62,7 @@ class Engine:
     rollouts: list[list[int]] = field(default_factory=list)
     repeat: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    row_norms: bool = False
 
 
 def run_child(
@@ -137,6 +141,8 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
 
         from flash_attn_dualkv.integrations.vllm import register
 
+        if engine.row_norms:
+            norm_by_rows()
         load_general_plugins()
         register()  # where the package is on the path, but not installed
         sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < requests} | {requests})
@@ -154,6 +160,17 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
         if engine.backend == "CUSTOM":
             arguments["additional_config"] = {"flash_attn_dualkv": {"exact": engine.exact, "log_interval": 2.0}}
         yield LLM(model=folder, **(arguments | engine.options))
+
+
+def norm_by_rows() -> None:
+    """vLLM's norm of a sum by its kernel for norms alone, which has a program for each row."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
+
+    def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
+        x.copy_(rms_norm_batch_invariant(residual.add_(x), weight, epsilon))
+
+    _custom_ops.fused_add_rms_norm = fused_add_rms_norm
 
 
 def ask(thing: Any, path: str) -> Any:
@@ -182,8 +199,8 @@ def set_weights(llm: Any, seed: int = 0) -> None:
             is_head = "lm_head" in name or ("embed_tokens" in name and not has_head)
             width = 1.0 if "embed_tokens" in name and has_head else (3.0 if is_head else 1.0) / one.shape[-1] ** 0.5
             one.normal_(0.0, width, generator=draw)
-        else:
-            one.fill_(2.0 if "q_norm" in name else 1.0)
+        else:  # of norms: weights of 1 hide most differences of their sums
+            one.uniform_(0.5, 1.5, generator=draw).mul_(2.0 if "q_norm" in name else 1.0)
 
 
 def refuse_certain(logprob: float) -> None:

@@ -76,7 +76,7 @@ def test_slow_engines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     for check, slow, count, said in (
         (check_vllm.check_greedy, '"exact": "trainer"', 4, "dualkv   against stock: 2 of 2 tokens"),
         (check_vllm.check_greedy, "TRITON_ATTN", 4, "nothing to compare with"),
-        (check_vllm.check_invariant, "max_num_batched_tokens", 3, "stock_invariant {}: alone equal to the bit"),
+        (check_vllm.check_invariant, "max_num_batched_tokens", 4, "dualkv_invariant {}: alone equal to the bit"),
     ):
         engines = Engines({"found": {"together": SAMPLED, "alone": SAMPLED}, "about": {}}, slow)
         monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
