@@ -182,6 +182,44 @@ def test_layers_beside_windows_share_pages(returns, steps, request):
     assert {*steps["lengths"][last[True]]} == {window} and max(steps["lengths"][last[False]]) > len(PROMPTS[0])
 
 
+def test_copies_are_queued_apart(registered, steps, monkeypatch):
+    """One request of each prompt first, whose pages the others then find; outputs are in the order of the prompts."""
+    manager = transformers.generation.continuous_batching.continuous_api.ContinuousBatchingManager
+    queued, stock = [], manager.add_request
+    monkeypatch.setattr(manager, "add_request", lambda *args, **given: queued.append(given) or stock(*args, **given))
+    model, (one, two, three) = stock_model("qwen3"), draw(40, 7, 33)
+    repeated = [one, two, one, three, two, one]
+    alone = {tuple(prompt): tokens for prompt, tokens in zip((one, two, three), generate(model, [one, two, three]))}
+    queued.clear()
+    assert generate(model, repeated) == [alone[tuple(prompt)] for prompt in repeated]
+    distinct = sorted((one, two, three), reverse=True)
+    again = [prompt for prompt in distinct if prompt is not three]
+    assert [given["input_ids"] for given in queued] == [*distinct, *again, one]
+    assert [given["request_id"] for given in queued[-1:]] == ["req_5"]
+
+
+def test_a_match_of_pages_leaves_a_token():
+    """A prompt that ends with a page is matched up to that page, or its response would be written into it."""
+    matched = decode._leaving_a_page(lambda cache, name, tokens: len(tokens) // cache.block_size * cache.block_size)
+    cache = SimpleNamespace(block_size=16)
+    assert [matched(cache, "req_0", [0] * length) for length in (15, 16, 17, 31, 32, 33)] == [0, 0, 16, 16, 16, 32]
+
+
+def test_graphs_are_captured_on_demand(monkeypatch):
+    """Nothing is warmed up, and only steps of decoding are captured; what a user asks for stays."""
+    warmed: list[Any] = []
+    warmup = decode._on_demand(lambda runner, model: warmed.append(model))
+    for name in (*decode.NAMES, "paged|sdpa"):
+        warmup(None, SimpleNamespace(config=SimpleNamespace(_attn_implementation=name)))
+    assert [model.config._attn_implementation for model in warmed] == ["paged|sdpa"]
+    ensure = decode._offering_tables(lambda *args: None)
+    for has_gpu, asked, expected in ((True, None, (False, True)), (True, True, True), (False, None, None)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        settings = SimpleNamespace(use_cuda_graph=asked, max_blocks_per_request=0)
+        ensure(SimpleNamespace(_attn_implementation=decode.NAMES[0], layer_types=["full_attention"]), settings)
+        assert settings.use_cuda_graph == expected
+
+
 def test_end_of_a_request(steps, request):
     """Requests that end early leave the batch, and their pages go to others."""
     model = stock_model("llama")

@@ -2,13 +2,13 @@
 """transformers' continuous batching on decoding over shared prefixes.
 
     register_decode()  # once; generate_batch of every model of the process then decodes with it
-    outputs = model.generate_batch(prompts, generation_config=GenerationConfig(num_return_sequences=16, ...))
+    outputs = model.generate_batch([one for one in prompts for _ in range(16)], generation_config=...)
 
 transformers batches, keeps the pages and shares them. A step in which every request has one token
 has block tables: it runs on `shared_prefix_decode`, with one plan for each table. Layers with a
 sliding window have a table of a ring, whose rows are all that a token sees. All other steps
 run on the kernels of training, over keys that transformers gathers. Both cut a request where
-training does, behind its prompt or a token before.
+training does, behind its prompt or a token before. CUDA graphs are captured when a step needs one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -104,11 +105,15 @@ def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
         (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switching),
         (initialization, "ensure_decode_fast_path_is_available", _offering_tables),
         (runner.ModelRunner, "compute_batch", _with_rollout),
+        (runner.ModelRunner, "warmup", _on_demand),
+        (api.ContinuousBatchingManager, "add_requests", _copies_apart),
     ]
     if ring := _ring_class():
         names = ("fill_block_table", "get_cache_for_block_table")
         seams += [(ring, name, functools.partial(_as_without_window, name)) for name in names]
         seams.append((cache.PagedAttentionCache, "count_new_complete_blocks", _sharing_beside_windows))
+    else:
+        seams.append((cache.PagedAttentionCache, "search_prefix_match", _leaving_a_page))
     return seams
 
 
@@ -142,7 +147,11 @@ def _offering_tables(stock: Callable[..., None]) -> Callable[..., None]:
         """The stock one knows packages of kernels alone, and no CPU."""
         if config._attn_implementation not in NAMES:
             stock(config, cb_config, *args, **kwargs)
-        elif has_windows(config) and (lacking := _windows_lack(config)):
+            return
+        # Steps that prefill differ in size: a graph of one is captured and never replayed.
+        if cb_config.use_cuda_graph is None and torch.cuda.is_available():
+            cb_config.use_cuda_graph = (False, True)
+        if has_windows(config) and (lacking := _windows_lack(config)):
             message = explain("model", f"{lacking}, to decode with sliding-window layers", config.model_type)
             warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=2)
             cb_config.max_blocks_per_request = 0
@@ -166,6 +175,62 @@ def _with_rollout(stock: Callable[..., None]) -> Callable[..., None]:
         stock(runner, model, batch_data)
 
     return compute_batch
+
+
+def _on_demand(stock: Callable[..., None]) -> Callable[..., None]:
+    def warmup(runner: Any, model: Any) -> None:
+        """Each `generate_batch` makes a manager, whose warm-up computes a step over all pages of the cache, twice.
+
+        A graph is captured with the first step of its size anyway: a rollout needs one or two of 16.
+        """
+        if model.config._attn_implementation not in NAMES:
+            stock(runner, model)
+
+    return warmup
+
+
+class _Queued(list[int]):
+    """A prompt, in a queue that transformers sorts from the largest to the smallest."""
+
+    place = 0
+
+    def __lt__(self, other: list[int]) -> bool:
+        return isinstance(other, _Queued) and self.place > other.place
+
+
+def _copies_apart(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def add_requests(manager: Any, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
+        """One request of each prompt, then the second ones, and so on; else as the stock method sorts them.
+
+        Pages can be shared once the step that computes them has been read, one or two steps later. Of 16 copies side by
+        side four were computed, and two had pages of their own to the end.
+        """
+        if manager.model.config._attn_implementation not in NAMES:
+            return stock(manager, inputs, *args, **kwargs)
+        queued, copies = [*map(_Queued, inputs)], Counter[tuple[int, ...]]()
+        turns = []
+        for prompt in map(tuple, inputs):
+            turns.append(copies[prompt])
+            copies[prompt] += 1
+        order = sorted(range(len(inputs)), key=lambda index: inputs[index], reverse=True)
+        for place, index in enumerate(sorted(order, key=lambda index: turns[index])):
+            queued[index].place = place
+        return stock(manager, queued, *args, **kwargs)
+
+    return add_requests
+
+
+def _leaving_a_page(stock: Callable[..., int]) -> Callable[..., int]:
+    def search_prefix_match(cache: Any, request_id: str, prompt_ids: list[int]) -> int:
+        """Never the whole prompt, as from transformers 5.18 on.
+
+        5.17 then keeps one token to decode, and counts the last page as complete again when that is computed. Meanwhile
+        the next step has given the request a page, which takes the hash of that page and its first token: siblings
+        with an equal first token wrote into one page, where prompts end with a page.
+        """
+        return stock(cache, request_id, prompt_ids[: -1 if len(prompt_ids) % cache.block_size == 0 else None])
+
+    return search_prefix_match
 
 
 def _as_without_window(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
