@@ -214,7 +214,8 @@ def rollout_settings(options: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "use_transformers_continuous_batching": options.rollouts != "generate",
-        "transformers_continuous_batching_config": batching | {"max_batch_tokens": 2 * options.prompt},
+        "transformers_continuous_batching_config": batching
+        | {"max_batch_tokens": 2 * options.prompt + samples},  # two prompts beside requests that decode
         # Continuous batching knows no least length, and to suppress the token that ends a
         # completion is a copy from the host, which no CUDA graph captures: no token does.
         "generation_kwargs": {"min_new_tokens": options.completion}
