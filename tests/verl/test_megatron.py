@@ -388,7 +388,7 @@ REFUSED = [
     ("virtual_pipeline_model_parallel_size", 2),
     ("dynamic_context_parallel", True),
     ("use_fused_kernels", True),
-    ("lora", object()),
+    ("lora", "LoRA"),
     ("vision_config", {}),
     ("fp8", "hybrid"),
     ("fp4", "e2m1"),
