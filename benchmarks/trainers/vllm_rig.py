@@ -194,8 +194,8 @@ def set_weights(llm: Any, seed: int = 0) -> None:
     for name, one in weights.items():
         draw = torch.Generator(one.device).manual_seed(seed + sum(name.encode()))
         if one.dim() > 1:
-            # Logits have a standard deviation of 3, also where embeddings are the head: with 1 for them,
-            # a token was followed by itself with a probability of 1.
+            # Logits have a standard deviation of 3, also where embeddings are the head: with 1 for
+            # these, a token was followed by itself with a probability of 1.
             is_head = "lm_head" in name or ("embed_tokens" in name and not has_head)
             width = 1.0 if "embed_tokens" in name and has_head else (3.0 if is_head else 1.0) / one.shape[-1] ** 0.5
             one.normal_(0.0, width, generator=draw)

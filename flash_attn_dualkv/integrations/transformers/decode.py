@@ -207,12 +207,13 @@ def _copies_apart(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
         """
         if manager.model.config._attn_implementation not in NAMES:
             return stock(manager, inputs, *args, **kwargs)
-        queued, copies = [*map(_Queued, inputs)], Counter[tuple[int, ...]]()
+        queued, prompts = [*map(_Queued, inputs)], [*map(tuple, inputs)]
+        copies: Counter[tuple[int, ...]] = Counter()
         turns = []
-        for prompt in map(tuple, inputs):
+        for prompt in prompts:
             turns.append(copies[prompt])
             copies[prompt] += 1
-        order = sorted(range(len(inputs)), key=lambda index: inputs[index], reverse=True)
+        order = sorted(range(len(prompts)), key=lambda index: prompts[index], reverse=True)
         for place, index in enumerate(sorted(order, key=lambda index: turns[index])):
             queued[index].place = place
         return stock(manager, queued, *args, **kwargs)
