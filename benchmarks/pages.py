@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -71,6 +72,26 @@ def markdown(table: pd.DataFrame, left: int | None = None) -> str:
     table = table.loc[:, [index < left or bool((table[name] != "").any()) for index, name in enumerate(table)]]
     align = ["left" if index < left else "right" for index in range(table.shape[1])]
     return str(table.to_markdown(index=False, disable_numparse=True, colalign=align))
+
+
+class Section(NamedTuple):
+    """Of a result file: its title, its table in Markdown, and what stands around the link and the commit below."""
+
+    title: str
+    table: str
+    before: str = ""
+    after: str = ""
+
+
+def sections(folder: Path, make: Callable[[dict[str, Any], list[dict[str, Any]]], Section]) -> str:
+    """What is made of the header and rows of every result file of a folder; "" if there is none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        one = make(header, rows)
+        file = f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']}"
+        parts += [f"### {one.title}", one.table, f"{one.before}{file}{one.after}."]
+    return "\n\n".join(parts)
 
 
 def filled(template: str, parts: dict[str, str], **facts: Any) -> str:

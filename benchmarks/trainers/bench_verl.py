@@ -93,7 +93,7 @@ PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
     "math-1k": ("Qwen3-1.7B", MATH, MATH_BUDGET),
     "math-300": ("Qwen3-1.7B", replace(MATH, prompt_tokens=300), MATH_BUDGET),
     "moe": ("Qwen3-30B-A3B, 12 layers", PAPER, [one(tokens=TOKENS, sp=sp) for one in (OWN, PLUGIN) for sp in (1, 2)]),
-    # With as many layers as 80 GB hold on each of four GPUs.
+    # With as many layers as 80 GB on each of four GPUs should hold, by 16 bytes a parameter.
     "moe-x4": (
         "Qwen3-30B-A3B, 22 layers",
         PAPER,

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from bench_trl import LABELS
 from bench_verl import ACCURACY, LARGE, PRESETS, WHO
-from pages import COLORS, ResultError, filled, load, markdown, number, read, save
+from pages import COLORS, ResultError, Section, filled, load, markdown, number, read, save, sections
 from verl_inputs import TreeBatch
 from vllm_report import mismatches_of_vllm, rollouts_of_vllm
 
@@ -67,7 +67,7 @@ def render(folder: Path) -> list[Path]:
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
-    sections = {
+    others = {
         "trl": runs_of_trl(folder / "trl"),
         "mismatch": mismatches(folder / "mismatch"),
         "context": long_contexts(folder / "context"),
@@ -75,7 +75,7 @@ def render(folder: Path) -> list[Path]:
         "vllm": rollouts_of_vllm(folder / "vllm"),
         "sampler": mismatches_of_vllm(folder / "vllm_mismatch"),
     }
-    page.write_text(filled("trainers", sections, **parts))
+    page.write_text(filled("trainers", others, **parts))
     short.write_text(headline(pairs) + "\n")
     return [page, short]
 
@@ -304,9 +304,8 @@ def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> Non
 
 def mismatches(folder: Path) -> str:
     """A table of every result file. "" if there is none."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        header, rows = read(path)
+
+    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
         table = pd.DataFrame(
             {
                 "rollouts": row["rollouts"],
@@ -319,13 +318,10 @@ def mismatches(folder: Path) -> str:
             }
             for row in rows
         )
-        parts += [
-            f"### {header['prompts']} x {header['shape']}, {header['gpu']}",
-            markdown(table),
-            f"{rows[0]['tokens']} tokens. [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`,"
-            f" torch {header['torch']}, transformers {header['versions']['transformers']}.",
-        ]
-    return "\n\n".join(parts)
+        title = f"{header['prompts']} x {header['shape']}, {header['gpu']}"
+        return Section(title, markdown(table), tokens_of(rows), transformers_of(header))
+
+    return sections(folder, section)
 
 
 # --- long contexts ----------------------------------------------------------------------------------------------------
@@ -333,9 +329,8 @@ def mismatches(folder: Path) -> str:
 
 def long_contexts(folder: Path) -> str:
     """A table of every result file. "" if there is none."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        header, rows = read(path)
+
+    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
         table = pd.DataFrame(
             {
                 "row": ROWS[row["mode"]],
@@ -350,13 +345,10 @@ def long_contexts(folder: Path) -> str:
             }
             for row in rows
         )
-        parts += [
-            f"### {header['shape']}, {header['ranks']} x {header['gpu']}",
-            markdown(table),
-            f"{rows[0]['tokens']} tokens. [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`,"
-            f" torch {header['torch']}, transformers {header['versions']['transformers']}.",
-        ]
-    return "\n\n".join(parts)
+        title = f"{header['shape']}, {header['ranks']} x {header['gpu']}"
+        return Section(title, markdown(table), tokens_of(rows), transformers_of(header))
+
+    return sections(folder, section)
 
 
 # --- Megatron ---------------------------------------------------------------------------------------------------------
@@ -364,9 +356,8 @@ def long_contexts(folder: Path) -> str:
 
 def megatron(folder: Path) -> str:
     """A table of every result file. "" if there is none."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        header, rows = read(path)
+
+    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
         table = []
         for row in sorted(rows, key=lambda one: one["who"]):
             line = {"prompts": row["who"], "tokens": row["tokens"], "micro-batches": row["micro_batches"]}
@@ -378,14 +369,21 @@ def megatron(folder: Path) -> str:
             table.append(line | {"difference": figure(row, "log_prob_mean_difference", ".1e")})
         run = header["megatron"]
         virtual = f" x {run['vpp']}" if run.get("vpp", 1) > 1 else ""
-        parts += [
-            f"### {run['model']}, {run['samples']} x {run['prompt']} x {run['response']}, tensor {run['tensor']},"
-            f" pipeline {run['pipeline']}{virtual}, {header['gpus']} x {header['gpu']}",
-            markdown(pd.DataFrame(table)),
-            f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']},"
-            f" megatron-core {run['version']}.",
-        ]
-    return "\n\n".join(parts)
+        title = (
+            f"{run['model']}, {run['samples']} x {run['prompt']} x {run['response']}, tensor {run['tensor']},"
+            f" pipeline {run['pipeline']}{virtual}, {header['gpus']} x {header['gpu']}"
+        )
+        return Section(title, markdown(pd.DataFrame(table)), after=f", megatron-core {run['version']}")
+
+    return sections(folder, section)
+
+
+def tokens_of(rows: list[dict[str, Any]]) -> str:
+    return f"{rows[0]['tokens']} tokens. "
+
+
+def transformers_of(header: dict[str, Any]) -> str:
+    return f", transformers {header['versions']['transformers']}"
 
 
 def figure(row: dict[str, Any], name: str, form: str, unit: float = 1.0) -> str:

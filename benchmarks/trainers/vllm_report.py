@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
-from pages import markdown, number, read
+from pages import Section, markdown, number, sections
 
 LABELS = {  # of engines, by their names in bench_vllm.py; the first of a shape is what others are compared with
     "stock": "vLLM",
@@ -21,9 +22,8 @@ SHAPE = ["model", "layers", "groups", "n", "prompt", "new"]
 
 def rollouts_of_vllm(folder: Path) -> str:
     """A table of every result file: medians of its runs. "" if there is none."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        header, rows = read(path)
+
+    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
         frame = pd.DataFrame(rows)
         medians = frame.groupby([*SHAPE, "who"], sort=False)[["step_ms", "tokens_per_s"]].median().reset_index()
         firsts = medians.groupby(SHAPE, sort=False)[["step_ms", "tokens_per_s"]].transform("first")
@@ -40,19 +40,15 @@ def rollouts_of_vllm(folder: Path) -> str:
                 ),
             }
         )
-        parts += [
-            f"### vLLM {rows[0]['vllm']}, {header['gpu']}",
-            markdown(table, 3),
-            f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']}.",
-        ]
-    return "\n\n".join(parts)
+        return Section(f"vLLM {rows[0]['vllm']}, {header['gpu']}", markdown(table, 3))
+
+    return sections(folder, section)
 
 
 def mismatches_of_vllm(folder: Path) -> str:
     """A table of every result file. "" if there is none."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        header, rows = read(path)
+
+    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
         table = pd.DataFrame(
             {
                 "sampler": LABELS[row["who"]],
@@ -64,10 +60,7 @@ def mismatches_of_vllm(folder: Path) -> str:
             }
             for row in rows
         )
-        parts += [
-            f"### {header['what']}, vLLM {rows[0]['vllm']}, {header['gpu']}",
-            markdown(table),
-            f"Mean log-probability {rows[0]['logprob']:.2f}. [File]({folder.name}/{path.name}), commit"
-            f" `{header['commit'][:12]}`, torch {header['torch']}.",
-        ]
-    return "\n\n".join(parts)
+        title = f"{header['what']}, vLLM {rows[0]['vllm']}, {header['gpu']}"
+        return Section(title, markdown(table), f"Mean log-probability {rows[0]['logprob']:.2f}. ")
+
+    return sections(folder, section)

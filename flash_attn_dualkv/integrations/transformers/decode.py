@@ -203,7 +203,7 @@ def _copies_apart(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
         """One request of each prompt, then the second ones, and so on; else as the stock method sorts them.
 
         Pages can be shared once the step that computes them has been read, one or two steps later. Of 16 copies side by
-        side four were computed, and two had pages of their own to the end.
+        side its scheduler, simulated, has four computed, and gives two of them pages of their own to the end.
         """
         if manager.model.config._attn_implementation not in NAMES:
             return stock(manager, inputs, *args, **kwargs)
