@@ -36,14 +36,14 @@ struct alignas(16) KeyBits {
 template <int kRows_>
 struct BorderTiles {
   static constexpr int kRows = kRows_;  // rows of a slab
-  // Room for the slabs of a tile whose values are still to be loaded, and for less than two tiles'
-  // worth of waiting slabs, the next tile's included.
-  static constexpr int kPlaces = 32;
-  static constexpr bool has_place_for(int block_n) {
-    return block_n % kRows == 0 && 3 * block_n <= kPlaces * kRows && block_n <= KeyBits::kMaxRows;
+  static constexpr int kPlaces = 64;
+  // Whether there is room for the slabs of `ahead` tiles that are still to be loaded, and for less
+  // than two tiles' worth of waiting slabs, the next tile's included.
+  static constexpr bool has_place_for(int block_n, int ahead) {
+    return block_n % kRows == 0 && (ahead + 2) * block_n <= kPlaces * kRows && block_n <= KeyBits::kMaxRows;
   }
 
-  BorderSlab* slabs;  // ring of kPlaces
+  BorderSlab* slabs;  // ring of kPlaces, through all walks
   int seen_end;    // position before which all queries see all keys; 0: no tails are gathered
   int begin, end;  // waiting slabs, counted along the walk
 
@@ -52,7 +52,7 @@ struct BorderTiles {
   // `last_pos` is the logical position of the walk's last query.
   DUALKV_HD void start(const Node& own, int last_pos, Visibility sees) {
     seen_end = sees.first_key(last_pos) > 0 ? 0 : sees.causal ? own.q_pos0 : kMaxPosition;
-    begin = end = 0;
+    begin = end = end % kPlaces;
   }
 
   DUALKV_HD bool waiting() const { return begin < end; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Operations of a warpgroup (4 warps).
+// Operations of a warpgroup (4 warps), and the end of a thread.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +53,11 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   jitter();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+[[noreturn]] __device__ __forceinline__ void exit_thread() {
+  asm volatile("exit;");
+  __builtin_unreachable();
 }
 
 // Orders ordinary writes to shared memory before reads by wgmma and bulk copies.

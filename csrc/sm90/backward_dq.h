@@ -37,39 +37,6 @@ __device__ __forceinline__ Pack pack_of(const BackwardDqParams<T>& p) {
   return Config::kPacksHeads ? p.heads : Pack{};
 }
 
-// Producer thread.
-template <typename T, class Config>
-struct BackwardDqProducer {
-  const BackwardDqShared<Config>& shared;
-  const BackwardDqParams<T>& p;
-  const BackwardDqMaps& maps;
-  KvStep (&steps)[Config::kStagesK];
-  PathWalk<> path;
-  PipelineState<Config::kStagesK> k_state;
-  PipelineState<Config::kStagesV> v_state;
-
-  // Loads K and V of the walk's current tile and advances. Returns whether it was the last.
-  __device__ __forceinline__ bool load_kv(const QueryBlock& work) {
-    const auto load_k = [&](uint32_t k, uint32_t barrier, const KvTile& tile) {
-      load_tile<typename Config::TileK>(k, maps.kv.of(tile.region).k, barrier, work.kv_head, tile.row);
-    };
-    const auto load_v = [&](uint32_t v, uint32_t barrier, const KvTile& tile) {
-      load_tile<typename Config::TileV>(v, maps.kv.of(tile.region).v, barrier, work.kv_head, tile.row);
-    };
-    const int group = pack_of<Config>(p).queries(64);  // queries of a warpgroup
-    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, group, p.shape.sees, k_state, load_k);
-    load_v_tile<Config>(shared, step.tile, v_state, load_v);
-    path.next(p.nodes, Config::kBlockN, p.shape.sees);
-    return step.last;
-  }
-
-  __device__ __forceinline__ void load(const QueryBlock& work) {
-    path.start(p.nodes, work.node, work.q_tile, Config::kBlockN, p.shape.sees);
-    while (!load_kv(work)) {
-    }
-  }
-};
-
 // Part of dS that a warpgroup computes: all, or S or dP where two share the queries.
 enum class DqRole { all, scores, dp };
 
@@ -350,6 +317,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward_dq(const __grid_constant__ BackwardDqParams<T> p, const __grid_constant__ BackwardDqMaps maps) {
   __shared__ QueryWork works[kWorkSlots];
   __shared__ KvStep steps[Config::kStagesK];
+  __shared__ WalkStep ring[kWalkSlots];
   extern __shared__ uint8_t bytes[];
   const BackwardDqShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
   if (threadIdx.x == 0) shared.init_barriers();
@@ -358,10 +326,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
     const QueryRole role = query_role();
-    if (role == QueryRole::none) return;
-    if (role == QueryRole::produce) {
-      BackwardDqProducer<T, Config> producer{shared, p, maps, steps};
-      produce_works(shared, works, [&](const QueryBlock& work) { producer.load(work); });
+    if (threadIdx.x % 32 > 0) return;
+    const Pack heads = pack_of<Config>(p);
+    if (role == QueryRole::walk) {
+      const int group = heads.queries(64);  // queries of a warpgroup
+      walk_works<Config>(shared, works, ring, PathWalk<>{}, p.nodes, group, p.shape.sees);
+    } else if (role == QueryRole::load_k) {
+      load_keys<Config>(shared, ring, steps,
+                        [&](const auto&, uint32_t k, uint32_t barrier, const KvTile& tile, int kv_head) {
+        load_tile<typename Config::TileK>(k, maps.kv.of(tile.region).k, barrier, kv_head, tile.row);
+      });
+    } else if (role == QueryRole::load_v) {
+      load_values<Config>(shared, ring, [&](uint32_t v, uint32_t barrier, const KvTile& tile, int kv_head) {
+        load_tile<typename Config::TileV>(v, maps.kv.of(tile.region).v, barrier, kv_head, tile.row);
+      });
     } else {
       using TileQ = typename Config::TileQ;
       using TileDo = typename Config::TileDo;
@@ -370,7 +348,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         load_tile<TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
         load_tile<TileDo>(shared.dout(stage), maps.dout, ready.full(), work.head, work.q_tile.row);
       };
-      const Pack heads = pack_of<Config>(p);
       hand_out_works<Config>(shared, p, works, QueryTiling{heads.queries(Config::kBlockM), heads.heads()}, load);
     }
   } else {

@@ -42,7 +42,7 @@ struct ForwardTiles {
   static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   // The block aligns its tiles to 1024 bytes itself.
   static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
-  static_assert(kSharedBytes + 768 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+  static_assert(kSharedBytes + 1088 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
   static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
                 "setmaxnreg would wait for ever");
 };
@@ -219,7 +219,7 @@ struct BackwardDqTiles {
   static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
   static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
-  static_assert(kSharedBytes + 256 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+  static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
 template <int kHeadDim, int kHeadDimV>

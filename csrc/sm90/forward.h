@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Hopper forward. One producer thread loads K and V tiles by bulk copies; two or three consumer
-// warpgroups of 64 query rows each multiply. At d = 512 two share 64 rows, and each has half of the
+// Hopper forward. One thread walks along the path of a query tile and two load its K and V tiles by
+// bulk copies; two or three consumer warpgroups of 64 query rows each multiply. At d = 512 two share 64 rows, and each has half of the
 // columns of O.
 //
 //   S = Q K^T;  P = exp(S - max);  O += P V        (online; O is normalised and rounded once)
 //
 // Within a warpgroup the softmax of tile n overlaps O += P V of tile n-1; while one warpgroup is in
-// softmax, the others multiply. Blocks are persistent: the producer starts loading the next item
-// while the consumers finish theirs.
+// softmax, the others multiply. Blocks are persistent: the next item is loaded while the consumers
+// finish theirs.
 #pragma once
 
 #include "core/border_tiles.h"
@@ -28,19 +28,22 @@ struct ForwardMaps {
 constexpr int kSlabRows = 16;
 using ForwardBorders = BorderTiles<kSlabRows>;
 
-// Producer: loads a border tile slab by slab. `which` picks K or V.
+// Loads a border tile slab by slab. `which` picks K or V.
 template <class Tile>
 __device__ __forceinline__ void load_border_tile(uint32_t tile, const RegionMaps& slab_maps,
                                                  CUtensorMap KvMaps::* which, uint32_t barrier, int kv_head,
                                                  const ForwardBorders& borders, int place, const Extents& rows) {
-#pragma unroll 1
-  for (int i = 0; i < Tile::kRows / kSlabRows; ++i) {
-    const int row = borders.at(place + i).row;
-    const CUtensorMap& map = slab_maps.of(rows.region_of(row)).*which;
+  constexpr int kSlabs = Tile::kRows / kSlabRows;
+  int row[kSlabs];  // read before the first copy: the compiler moves no read across one
+#pragma unroll
+  for (int i = 0; i < kSlabs; ++i) row[i] = borders.at(place + i).row;
+#pragma unroll
+  for (int i = 0; i < kSlabs; ++i) {
+    const CUtensorMap& map = slab_maps.of(rows.region_of(row[i])).*which;
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
       ptx::tma_load_3d(tile + panel * Tile::kPanelBytes + i * kSlabRows * Tile::kRowBytes, map, barrier,
-                       panel * Tile::kPanelCols, kv_head, rows.row_in_region(row));
+                       panel * Tile::kPanelCols, kv_head, rows.row_in_region(row[i]));
     }
   }
 }
@@ -52,61 +55,50 @@ struct ForwardSteps {
   // Key masks of border tiles. A mask is read after its K stage is released, up to one tile later,
   // so that there are twice as many as stages.
   KeyBits key_bits[2 * Config::kStagesK];
-  BorderSlab slabs[ForwardBorders::kPlaces];  // used by the producer only
-  static_assert(ForwardBorders::has_place_for(Config::kBlockN));
+  WalkStep ring[kWalkSlots];
+  BorderSlab slabs[ForwardBorders::kPlaces];  // from the walker to the loaders
+  static_assert(ForwardBorders::has_place_for(Config::kBlockN, kWalkSlots));
 };
 
-// Producer thread. It loads K of a tile before V of the previous one: scores are one tile ahead.
+// The threads that walk and load.
 template <typename T, class Config>
 struct ForwardProducer {
-  using TileK = typename Config::TileK;
-  using TileV = typename Config::TileV;
-
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
   const ForwardMaps& maps;
   ForwardSteps<Config>& steps;
-  PathWalk<ForwardBorders> path{{steps.slabs}};
-  PipelineState<Config::kStagesK> k_state;
-  PipelineState<Config::kStagesV> v_state;
+  const ForwardBorders borders{steps.slabs};
 
-  __device__ __forceinline__ KvStep load_k(const QueryBlock& work) {
+  __device__ __forceinline__ void walk(const QueryWork (&works)[kWorkSlots]) const {
     // Queries of a warpgroup; with packs that do not divide 64 it may hold parts of two more.
     const int group = 63 / p.packed_heads + 2;
-    const auto load = [&](uint32_t k, uint32_t barrier, const KvTile& tile) {
-      load_rows<TileK>(k, &KvMaps::k, barrier, work, tile);
-      if (tile.valid != kScattered) return;
-      steps.key_bits[k_state.template place<2 * Config::kStagesK>()] = path.borders.key_bits(tile.row, Config::kBlockN);
-    };
-    return load_k_step<Config>(shared, steps.steps, path, p.nodes, group, p.shape.sees, k_state, load);
+    walk_works<Config>(shared, works, steps.ring, PathWalk<ForwardBorders>{borders}, p.nodes, group, p.shape.sees);
   }
-  __device__ __forceinline__ void load_v(const QueryBlock& work, const KvTile& tile) {
-    load_v_tile<Config>(shared, tile, v_state, [&](uint32_t v, uint32_t barrier, const KvTile& t) {
-      load_rows<TileV>(v, &KvMaps::v, barrier, work, t);
+
+  __device__ __forceinline__ void load_k() const {
+    load_keys<Config>(shared, steps.ring, steps.steps,
+                      [&](const auto& state, uint32_t k, uint32_t barrier, const KvTile& tile, int kv_head) {
+      load<typename Config::TileK>(k, &KvMaps::k, barrier, tile, kv_head);
+      if (tile.valid != kScattered) return;
+      steps.key_bits[state.template place<2 * Config::kStagesK>()] = borders.key_bits(tile.row, Config::kBlockN);
     });
   }
-  template <class Tile>
-  __device__ __forceinline__ void load_rows(uint32_t address, CUtensorMap KvMaps::* which, uint32_t barrier,
-                                            const QueryBlock& work, const KvTile& tile) const {
-    if (tile.region == Region::borders) {
-      load_border_tile<Tile>(address, maps.slabs, which, barrier, work.kv_head, path.borders, tile.row, p.nodes.extents);
-    } else {
-      load_tile<Tile>(address, maps.kv.of(tile.region).*which, barrier, work.kv_head, tile.row);
-    }
-  }
-  __device__ __forceinline__ void move_on() { path.next(p.nodes, Config::kBlockN, p.shape.sees); }
 
-  __device__ __forceinline__ void load(const QueryBlock& work) {
-    path.start(p.nodes, work.node, work.q_tile, Config::kBlockN, p.shape.sees);
-    KvStep step = load_k(work);
-    move_on();
-    while (!step.last) {
-      const KvTile before = step.tile;
-      step = load_k(work);
-      load_v(work, before);
-      move_on();
+  __device__ __forceinline__ void load_v() const {
+    load_values<Config>(shared, steps.ring, [&](uint32_t v, uint32_t barrier, const KvTile& tile, int kv_head) {
+      load<typename Config::TileV>(v, &KvMaps::v, barrier, tile, kv_head);
+    });
+  }
+
+ private:
+  template <class Tile>
+  __device__ __forceinline__ void load(uint32_t address, CUtensorMap KvMaps::* which, uint32_t barrier,
+                                       const KvTile& tile, int kv_head) const {
+    if (tile.region == Region::borders) {
+      load_border_tile<Tile>(address, maps.slabs, which, barrier, kv_head, borders, tile.row, p.nodes.extents);
+    } else {
+      load_tile<Tile>(address, maps.kv.of(tile.region).*which, barrier, kv_head, tile.row);
     }
-    load_v(work, step.tile);
   }
 };
 
@@ -332,10 +324,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
     const QueryRole role = query_role();
-    if (role == QueryRole::none) return;
-    if (role == QueryRole::produce) {
-      ForwardProducer<T, Config> producer{shared, p, maps, steps};
-      produce_works(shared, works, [&](const QueryBlock& work) { producer.load(work); });
+    if (threadIdx.x % 32 > 0) return;
+    const ForwardProducer<T, Config> producer{shared, p, maps, steps};
+    if (role == QueryRole::walk) {
+      producer.walk(works);
+    } else if (role == QueryRole::load_k) {
+      producer.load_k();
+    } else if (role == QueryRole::load_v) {
+      producer.load_v();
     } else {
       const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
       const int q_bytes = tiling.queries * tiling.heads * Config::kHeadDim * static_cast<int>(sizeof(T));

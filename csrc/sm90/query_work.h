@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Work scheduling of persistent blocks that own query tiles. A scheduler thread takes items from
-// the list (three dependent reads) and loads their queries, while the producer thread is still
-// loading the KV tiles of the previous item. Items are passed in slots in shared memory, each with
-// a full and an empty barrier. The geometry of a KV tile is passed along with its K.
+// Work scheduling of persistent blocks that own query tiles. Four threads of the first warpgroup feed
+// the consumers, each alone in its warp:
+//
+//     scheduler  items of the list (three dependent reads) and their queries, during the item before
+//     walker     the steps of an item's walk: KV tiles of its path; it reads nodes
+//     loaders    the copies of K of a step, and those of V
+//
+// Items pass in slots in shared memory, steps in a ring, each slot with a full and an empty barrier.
+// The walker is some steps ahead: to enter a node, and to gather tails, takes it 1000 to 2000 cycles,
+// as long as the products of a tile. One thread that walked and loaded came late at every node.
 #pragma once
 
 #include "kernels/query_block.h"
@@ -14,14 +20,15 @@ namespace dualkv::sm90 {
 // Items of the consumers, of the producer, and the next one.
 constexpr int kWorkSlots = 3;
 
-// Roles of the first warpgroup: warp 0 has the producer, warp 1 the scheduler. All other threads
-// exit first, so that the compiler knows each of the two to be alone in its warp; otherwise it
-// keeps none of their state in uniform registers, and spills.
-enum class QueryRole { none, produce, hand_out };
+// Steps between the walker and the loader that is behind.
+constexpr int kWalkSlots = 4;
+
+// Roles of the first warpgroup's warps. All threads but the first of each exit once they know it,
+// and roles end by exit_thread(): where they met again the compiler would take their code for
+// divergent, keep none of their state in uniform registers, and spill.
+enum class QueryRole { walk, hand_out, load_k, load_v };
 __device__ __forceinline__ QueryRole query_role() {
-  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  if (threadIdx.x % 32 > 0 || warp > 1) return QueryRole::none;
-  return warp == 0 ? QueryRole::produce : QueryRole::hand_out;
+  return static_cast<QueryRole>(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0));
 }
 
 // Shared-memory layout: the queries, then rings of K and V.
@@ -47,17 +54,23 @@ struct QueryShared {
     return pipeline_barrier(Config::kStagesQ + Config::kStagesK + stage);
   }
   __device__ __forceinline__ PipelineBarrier work_ready(int slot) const { return pipeline_barrier(kTileStages + slot); }
-  // Signals that the producer has started an item.
-  __device__ __forceinline__ uint32_t work_begun() const { return pipeline_barrier(kTileStages + kWorkSlots).barrier; }
+  __device__ __forceinline__ PipelineBarrier step_ready(int slot) const {
+    return pipeline_barrier(kTileStages + kWorkSlots + slot);
+  }
+  // Signals that the first K of an item is loaded.
+  __device__ __forceinline__ uint32_t work_begun() const { return pipeline_barrier(kPipelines).barrier; }
 
   __device__ __forceinline__ void init_barriers() const {
     for (int index = 0; index < kTileStages + kWorkSlots; ++index) pipeline_barrier(index).init(Config::kConsumers * 4);
+    for (int slot = 0; slot < kWalkSlots; ++slot) step_ready(slot).init(2);  // the loaders
     ptx::mbarrier_init(work_begun(), 1);
     ptx::mbarrier_init_fence();
   }
 
  private:
   static constexpr int kTileStages = Config::kStagesQ + Config::kStagesK + Config::kStagesV;
+  static constexpr int kPipelines = kTileStages + kWorkSlots + kWalkSlots;
+  static_assert((kPipelines + 1) * 16 <= 256, "room for barriers");
 };
 
 struct QueryWork {
@@ -65,9 +78,16 @@ struct QueryWork {
   int valid;  // 0: end of the list
 };
 
+// A step of a walk, as the loaders take it.
+struct WalkStep {
+  KvStep step;
+  int kv_head;
+  int valid;  // 0: all walks are over
+};
+
 // Scheduler thread. Writes items into one slot after the other, once the consumers have released
-// it, and loads the queries by load(stage, barrier, block). An item is taken when the producer
-// starts the previous one, no earlier: an item that waits could start on another block. The end of
+// it, and loads the queries by load(stage, barrier, block). An item is taken when the first K of the
+// previous one is loaded, no earlier: an item that waits could start on another block. The end of
 // the list is published as an invalid item.
 template <class Config, class Shared, class Params, class Load>
 __device__ __forceinline__ void hand_out_works(const Shared& shared, const Params& p, QueryWork (&works)[kWorkSlots],
@@ -95,33 +115,6 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
   }
 }
 
-// Producer: loads K of the walk's current tile by load(address, barrier, tile). The copies are
-// issued before the step is written: no consumer reads it before this thread arrives.
-template <class Config, class Shared, class Walk, class Load>
-__device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&steps)[Config::kStagesK],
-                                              const Walk& path, const NodeTable& nodes, int group, Visibility sees,
-                                              PipelineState<Config::kStagesK>& state, Load load) {
-  const KvStep step = path.step(nodes, Config::kBlockN, group, sees);
-  const PipelineBarrier ready = shared.k_ready(state.stage);
-  ready.wait_empty(state.phase);
-  load(shared.k(state.stage), ready.full(), step.tile);
-  steps[state.stage] = step;
-  ready.expect(Config::TileK::kBytes);
-  state.advance();
-  return step;
-}
-
-// Producer: loads V of a tile.
-template <class Config, class Shared, class Load>
-__device__ __forceinline__ void load_v_tile(const Shared& shared, const KvTile& tile,
-                                            PipelineState<Config::kStagesV>& state, Load load) {
-  const PipelineBarrier ready = shared.v_ready(state.stage);
-  ready.wait_empty(state.phase);
-  ready.expect(Config::TileV::kBytes);
-  load(shared.v(state.stage), ready.full(), tile);
-  state.advance();
-}
-
 // Calls body(block, barrier of its slot) for every item of the list.
 template <class Shared, class Body>
 __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[kWorkSlots], Body body) {
@@ -133,13 +126,80 @@ __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryW
   }
 }
 
-// Producer: calls load(block) for every item.
-template <class Shared, class Load>
-__device__ __forceinline__ void produce_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], Load load) {
-  for_each_work(shared, works, [&](const QueryBlock& block, const PipelineBarrier&) {
-    ptx::mbarrier_arrive(shared.work_begun());
-    load(block);
+// Walker thread: publishes the steps of every item's walk, then their end. `group` as for
+// PathWalk::step.
+template <class Config, class Shared, class Walk>
+__device__ __forceinline__ void walk_works(const Shared& shared, const QueryWork (&works)[kWorkSlots],
+                                           WalkStep (&ring)[kWalkSlots], Walk walk, const NodeTable& nodes, int group,
+                                           Visibility sees) {
+  PipelineState<kWalkSlots> state;
+  const auto publish = [&](const WalkStep& step) {
+    const PipelineBarrier ready = shared.step_ready(state.stage);
+    ready.wait_empty(state.phase);
+    ring[state.stage] = step;
+    ptx::mbarrier_arrive(ready.full());
+    state.advance();
+  };
+  for_each_work(shared, works, [&](const QueryBlock& work, const PipelineBarrier&) {
+    walk.start(nodes, work.node, work.q_tile, Config::kBlockN, sees);
+    while (true) {
+      const KvStep step = walk.step(nodes, Config::kBlockN, group, sees);
+      publish({step, work.kv_head, 1});
+      if (step.last) return;
+      walk.next(nodes, Config::kBlockN, sees);
+    }
   });
+  publish({});
+  ptx::exit_thread();
+}
+
+// Loader threads: call load(step) for every step.
+template <class Shared, class Load>
+__device__ __forceinline__ void for_each_step(const Shared& shared, const WalkStep (&ring)[kWalkSlots], Load load) {
+  for (PipelineState<kWalkSlots> state;; state.advance()) {
+    const PipelineBarrier ready = shared.step_ready(state.stage);
+    ready.wait_full(state.phase);
+    if (!ring[state.stage].valid) return;
+    load(ring[state.stage]);
+    ptx::mbarrier_arrive(ready.empty());
+  }
+}
+
+// Loader of K: copies by load(stage, address, barrier, tile, KV head) and hands the step to the
+// consumers. The copies are issued before the step is written: no consumer reads it before this
+// thread arrives.
+template <class Config, class Shared, class Load>
+__device__ __forceinline__ void load_keys(const Shared& shared, const WalkStep (&ring)[kWalkSlots],
+                                          KvStep (&steps)[Config::kStagesK], Load load) {
+  PipelineState<Config::kStagesK> state;
+  bool begins = true;
+  for_each_step(shared, ring, [&](const WalkStep& next) {
+    if (begins) ptx::mbarrier_arrive(shared.work_begun());
+    const KvStep step = next.step;
+    const PipelineBarrier ready = shared.k_ready(state.stage);
+    ready.wait_empty(state.phase);
+    load(state, shared.k(state.stage), ready.full(), step.tile, next.kv_head);
+    steps[state.stage] = step;
+    ready.expect(Config::TileK::kBytes);
+    begins = step.last;
+    state.advance();
+  });
+  ptx::exit_thread();
+}
+
+// Loader of V: copies by load(address, barrier, tile, KV head).
+template <class Config, class Shared, class Load>
+__device__ __forceinline__ void load_values(const Shared& shared, const WalkStep (&ring)[kWalkSlots], Load load) {
+  PipelineState<Config::kStagesV> state;
+  for_each_step(shared, ring, [&](const WalkStep& next) {
+    const KvTile tile = next.step.tile;
+    const PipelineBarrier ready = shared.v_ready(state.stage);
+    ready.wait_empty(state.phase);
+    ready.expect(Config::TileV::kBytes);
+    load(shared.v(state.stage), ready.full(), tile, next.kv_head);
+    state.advance();
+  });
+  ptx::exit_thread();
 }
 
 // Consumer warps: call attend(block) for every item.

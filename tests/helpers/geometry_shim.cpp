@@ -2,6 +2,7 @@
 // The geometry header for the tests: calls the functions that the kernels call and records what they visit. It adds
 // no geometry of its own. Every visit is checked against the tensors' extents before it is recorded.
 #include <cstdint>
+#include <deque>
 #include <initializer_list>
 
 #include "built_for.h"
@@ -141,10 +142,28 @@ bool same(const KvStep& a, const KvStep& b) {
          a.tile.valid == b.tile.valid && a.full_pos == b.full_pos && a.full_span == b.full_span && a.last == b.last;
 }
 
+// A step that was published and is still to be loaded.
+struct OpenStep {
+  QueryTile q;
+  KvStep step;
+};
+
+// Takes the steps that are loaded when only `ahead` others may be open.
+template <class Borders>
+void load_steps(const Problem& p, Record& r, std::deque<OpenStep>& open, size_t ahead, const Borders& borders) {
+  for (; open.size() > ahead; open.pop_front()) {
+    const auto& [q, step] = open.front();
+    step.tile.region == Region::borders ? border_step(p, r, q, step, borders) : forward_step(p, r, q, step);
+  }
+}
+
 // Follows a path on a walk that gathers borders, beside one that does not. It has no more tiles than that and, without a
 // border tile, exactly the same.
 template <class Borders>
-void gathering_tile(const Problem& p, Record& r, const Node& node, int m_block, PathWalk<Borders>& walk) {
+void gathering_tile(const Problem& p, Record& r, const Node& node, int m_block, PathWalk<Borders>& walk,
+                    std::deque<OpenStep>& open) {
+  int ahead = 1;
+  while (Borders::has_place_for(p.block_n, ahead + 1)) ++ahead;
   const NodeTable table = p.table();
   const QueryTile q = query_tile(node, m_block, p.block_m);
   PathWalk<> plain;
@@ -161,12 +180,9 @@ void gathering_tile(const Problem& p, Record& r, const Node& node, int m_block, 
     plain_ended |= other.last;
     walk.next(table, p.block_n, p.sees());
     plain.next(table, p.block_n, p.sees());
-    // Only when the walk has moved on, as late as V is loaded.
-    if (is_border) {
-      border_step(p, r, q, step, walk.borders);
-    } else {
-      forward_step(p, r, q, step);
-    }
+    // As late as tiles may be loaded, when the walk has moved on.
+    open.push_back({q, step});
+    load_steps(p, r, open, ahead - 1, walk.borders);
     if (step.last) break;
     if (visited >= most_steps(p)) {
       ++r.endless;
@@ -181,10 +197,14 @@ template <int kSlabRows>
 void gather(const Problem& p, Record& r) {
   BorderSlab slabs[BorderTiles<kSlabRows>::kPlaces];
   PathWalk<BorderTiles<kSlabRows>> walk{{slabs}};
+  std::deque<OpenStep> open;
   for (int index = 0; index < p.num_nodes; ++index) {
     const Node node = p.table().node(index);
-    for (int m_block = 0; m_block < ceil_div(node.q_len, p.block_m); ++m_block) gathering_tile(p, r, node, m_block, walk);
+    for (int m_block = 0; m_block < ceil_div(node.q_len, p.block_m); ++m_block) {
+      gathering_tile(p, r, node, m_block, walk, open);
+    }
   }
+  load_steps(p, r, open, 0, walk.borders);
 }
 
 void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {

@@ -30,7 +30,7 @@ constexpr int kWarp = 32;
 
 struct Thread {
   ucontext_t first;
-  jmp_buf place;
+  jmp_buf place, end;
   bool is_started = false, is_done = true;
   const char* awaited = nullptr;              // what it waits for
   bool (*is_over)(const void*) = nullptr;     // whether it still has to
@@ -91,6 +91,8 @@ inline int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   leave();
   __builtin_unreachable();
 }
+
+[[noreturn]] inline void exit_thread() { _longjmp(machine.threads[threadIdx.x]->end, 1); }
 
 template <class Condition>
 void wait_until(const char* awaited, const Condition& condition) {
@@ -157,7 +159,7 @@ inline void run_deferred() {
 
 inline void run_thread() {
   while (true) {
-    (*machine.body)();
+    if (!_setjmp(machine.threads[threadIdx.x]->end)) (*machine.body)();
     machine.threads[threadIdx.x]->is_done = true;
     leave();
   }

@@ -73,6 +73,7 @@ void take_registers() {}
 
 inline void named_barrier_sync(int id, int threads) { host_cuda::block_barriers[id].wait_for("a named barrier", threads); }
 inline void named_barrier_arrive(int id, int threads) { host_cuda::block_barriers[id].arrive(threads); }
+[[noreturn]] inline void exit_thread() { host_cuda::exit_thread(); }
 inline void fence_async_proxy() { host_cuda::fence_own_writes(); }
 
 }  // namespace dualkv::ptx
