@@ -59,9 +59,13 @@ DUALKV_HD int packed_heads(int heads_per_group, int tile_rows) {
   return best;
 }
 
-// What a query tile holds: `queries` queries, each for the `heads` query heads of a pack.
+// What a query tile holds: `queries` queries, each for the `heads` query heads of a pack. They are
+// loaded in `slices` equal parts, each as soon as who reads it has done with the tile before.
 struct QueryTiling {
   int queries, heads;
+  int slices = 1;
+
+  DUALKV_HD int slice_queries() const { return queries / slices; }
 };
 
 // A pack of 2^log2 heads, in kernels that have no time to divide.

@@ -92,10 +92,10 @@ struct BackwardDqConsumer {
   }
 
   __device__ __forceinline__ void wait_queries() const {
-    shared.queries_ready(query_state.stage).wait_full(query_state.phase);
+    shared.queries_ready(query_state.stage, 0).wait_full(query_state.phase);
   }
   __device__ __forceinline__ void release_queries() {
-    shared.queries_ready(query_state.stage).release(lane);
+    shared.queries_ready(query_state.stage, 0).release(lane);
     query_state.advance();
   }
 
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ WalkStep ring[kWalkSlots];
   extern __shared__ uint8_t bytes[];
   const BackwardDqShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
-  if (threadIdx.x == 0) shared.init_barriers();
+  if (threadIdx.x == 0) shared.init_barriers(1);
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       using TileQ = typename Config::TileQ;
       using TileDo = typename Config::TileDo;
-      const auto load = [&](int stage, const PipelineBarrier& ready, const QueryBlock& work) {
+      const auto load = [&](int stage, int, const PipelineBarrier& ready, const QueryBlock& work) {
         ready.expect(TileQ::kBytes + TileDo::kBytes);
         load_tile<TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
         load_tile<TileDo>(shared.dout(stage), maps.dout, ready.full(), work.head, work.q_tile.row);

@@ -10,6 +10,7 @@ namespace dualkv::sm90 {
 
 constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kWarpgroup = 128;
+constexpr int kBarrierBytes = 320;  // of kernels that own query tiles
 
 // Registers a thread, after the producer's warpgroup has given some of its own to the consumers.
 template <int kConsumers>
@@ -33,6 +34,7 @@ struct ForwardTiles {
   static constexpr int kBlockM = 64 * kConsumers_ / kSharers;
   static constexpr int kStagesQ = kStagesQ_, kStagesK = 2, kStagesV = kStagesV_;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kSlices = kBlockM / 64;  // of the queries, where packs of heads divide 64
   using Registers = RegisterShare<kConsumers>;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
@@ -41,7 +43,7 @@ struct ForwardTiles {
   static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
   static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   // The block aligns its tiles to 1024 bytes itself.
-  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
+  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
   static_assert(kSharedBytes + 1088 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
   static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
                 "setmaxnreg would wait for ever");
@@ -170,7 +172,7 @@ struct BackwardWideTiles {
   static constexpr int kOffsetLse = kOffsetP + 2 * kBytesP;
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
-  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
+  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
@@ -196,7 +198,7 @@ struct BackwardColumnTiles {
   static constexpr int kOffsetLse = kOffsetDo + kStagesDo * TileDo::kBytes;
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
-  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
+  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
@@ -208,6 +210,7 @@ struct BackwardDqTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
   static constexpr int kStagesQ = kStagesQ_, kStagesK = kStagesK_, kStagesV = kStagesV_;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup, kBlockM = 64 * kConsumers / kSharers;
+  static constexpr int kSlices = 1;
   static constexpr bool kPacksHeads = kSharers == 1;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
@@ -218,7 +221,7 @@ struct BackwardDqTiles {
   static constexpr int kOffsetK = kOffsetDo + kStagesQ * TileDo::kBytes;
   static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
   static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
-  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
+  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 

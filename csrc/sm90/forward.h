@@ -102,6 +102,12 @@ struct ForwardProducer {
   }
 };
 
+// Queries of a tile. A warpgroup's own 64 rows are a slice, unless a pack does not divide them.
+template <class Config>
+DUALKV_HD QueryTiling query_tiling(int packed_heads) {
+  return {Config::kBlockM / packed_heads, packed_heads, 64 % packed_heads == 0 ? Config::kSlices : 1};
+}
+
 // One consumer warpgroup: 64 rows of each query tile, and all or half of the columns of their O.
 // kSoftcap is a template parameter as in backward.h, where an untaken branch cost 2 to 3%.
 template <typename T, class Config, bool kSoftcap>
@@ -121,6 +127,7 @@ struct ForwardConsumer {
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int group_row = group / kSharers * 64, group_column = group % kSharers * kColumns;
   const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row in the warpgroup's 64
+  const int slice = query_tiling<Config>(p.packed_heads).slices > 1 ? group / kSharers : 0;
 
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
@@ -154,10 +161,10 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void wait_queries() const {
-    shared.queries_ready(q_state.stage).wait_full(q_state.phase);
+    shared.queries_ready(q_state.stage, slice).wait_full(q_state.phase);
   }
   __device__ __forceinline__ void release_queries() {
-    shared.queries_ready(q_state.stage).release(lane);
+    shared.queries_ready(q_state.stage, slice).release(lane);
     q_state.advance();
   }
 
@@ -318,7 +325,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ ForwardSteps<Config> steps;
   extern __shared__ uint8_t bytes[];
   const QueryShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
-  if (threadIdx.x == 0) shared.init_barriers();
+  const QueryTiling tiling = query_tiling<Config>(p.packed_heads);
+  if (threadIdx.x == 0) shared.init_barriers(tiling.slices);
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
@@ -333,11 +341,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (role == QueryRole::load_v) {
       producer.load_v();
     } else {
-      const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
-      const int q_bytes = tiling.queries * tiling.heads * Config::kHeadDim * static_cast<int>(sizeof(T));
-      const auto load = [&](int stage, const PipelineBarrier& ready, const QueryBlock& work) {
-        ready.expect(q_bytes);
-        load_tile<typename Config::TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
+      using TileQ = typename Config::TileQ;
+      const int queries = tiling.slice_queries();
+      const int bytes = queries * tiling.heads * Config::kHeadDim * static_cast<int>(sizeof(T));
+      const auto load = [&](int stage, int slice, const PipelineBarrier& ready, const QueryBlock& work) {
+        ready.expect(bytes);
+        load_tile<TileQ>(shared.q(stage) + slice * 64 * TileQ::kRowBytes, maps.q, ready.full(), work.head,
+                         work.q_tile.row + slice * queries);
       };
       hand_out_works<Config>(shared, p, works, tiling, load);
     }

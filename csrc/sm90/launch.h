@@ -43,8 +43,9 @@ void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaSt
 
 template <typename T, class Config, bool kSoftcap>
 void launch_forward_tiles(const ForwardParams<T>& p, cudaStream_t stream) {
+  const QueryTiling tiling = query_tiling<Config>(p.packed_heads);
   const ForwardMaps maps{make_tensor_map(p.q, p.shape.q_rows, p.shape.num_heads, p.shape.head_dim,
-                                         Config::kBlockM / p.packed_heads, p.packed_heads),
+                                         tiling.slice_queries(), p.packed_heads),
                          region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN),
                          region_maps(p.kv, p.nodes.extents, p.shape, kSlabRows)};
   const int64_t items = int64_t{p.work.capacity} * (p.shape.num_heads / p.packed_heads);

@@ -46,12 +46,12 @@ struct QueryShared {
   __device__ __forceinline__ PipelineBarrier pipeline_barrier(int index) const {
     return {base + Config::kOffsetBarriers + index * 16};
   }
-  __device__ __forceinline__ PipelineBarrier queries_ready(int stage) const { return pipeline_barrier(stage); }
-  __device__ __forceinline__ PipelineBarrier k_ready(int stage) const {
-    return pipeline_barrier(Config::kStagesQ + stage);
+  __device__ __forceinline__ PipelineBarrier queries_ready(int stage, int slice) const {
+    return pipeline_barrier(stage * Config::kSlices + slice);
   }
+  __device__ __forceinline__ PipelineBarrier k_ready(int stage) const { return pipeline_barrier(kSlices + stage); }
   __device__ __forceinline__ PipelineBarrier v_ready(int stage) const {
-    return pipeline_barrier(Config::kStagesQ + Config::kStagesK + stage);
+    return pipeline_barrier(kSlices + Config::kStagesK + stage);
   }
   __device__ __forceinline__ PipelineBarrier work_ready(int slot) const { return pipeline_barrier(kTileStages + slot); }
   __device__ __forceinline__ PipelineBarrier step_ready(int slot) const {
@@ -60,17 +60,21 @@ struct QueryShared {
   // Signals that the first K of an item is loaded.
   __device__ __forceinline__ uint32_t work_begun() const { return pipeline_barrier(kPipelines).barrier; }
 
-  __device__ __forceinline__ void init_barriers() const {
-    for (int index = 0; index < kTileStages + kWorkSlots; ++index) pipeline_barrier(index).init(Config::kConsumers * 4);
+  // `slices` as of QueryTiling.
+  __device__ __forceinline__ void init_barriers(int slices) const {
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    for (int index = 0; index < kSlices; ++index) pipeline_barrier(index).init(kConsumerWarps / slices);
+    for (int index = kSlices; index < kTileStages + kWorkSlots; ++index) pipeline_barrier(index).init(kConsumerWarps);
     for (int slot = 0; slot < kWalkSlots; ++slot) step_ready(slot).init(2);  // the loaders
     ptx::mbarrier_init(work_begun(), 1);
     ptx::mbarrier_init_fence();
   }
 
  private:
-  static constexpr int kTileStages = Config::kStagesQ + Config::kStagesK + Config::kStagesV;
+  static constexpr int kSlices = Config::kStagesQ * Config::kSlices;
+  static constexpr int kTileStages = kSlices + Config::kStagesK + Config::kStagesV;
   static constexpr int kPipelines = kTileStages + kWorkSlots + kWalkSlots;
-  static_assert((kPipelines + 1) * 16 <= 256, "room for barriers");
+  static_assert((kPipelines + 1) * 16 <= kBarrierBytes, "room for barriers");
 };
 
 struct QueryWork {
@@ -86,7 +90,7 @@ struct WalkStep {
 };
 
 // Scheduler thread. Writes items into one slot after the other, once the consumers have released
-// it, and loads the queries by load(stage, barrier, block). An item is taken when the first K of the
+// it, and loads the queries by load(stage, slice, barrier, block). An item is taken when the first K of the
 // previous one is loaded, no earlier: an item that waits could start on another block. The end of
 // the list is published as an invalid item.
 template <class Config, class Shared, class Params, class Load>
@@ -105,9 +109,11 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
     if (exists) work.block.load(index, items, p.work, p.nodes, p.shape, tiling);
     ptx::mbarrier_arrive(ready.full());
     if (!exists) return;
-    const PipelineBarrier queries_ready = shared.queries_ready(queries.stage);
-    queries_ready.wait_empty(queries.phase);
-    load(queries.stage, queries_ready, work.block);
+    for (int slice = 0; slice < tiling.slices; ++slice) {
+      const PipelineBarrier queries_ready = shared.queries_ready(queries.stage, slice);
+      queries_ready.wait_empty(queries.phase);
+      load(queries.stage, slice, queries_ready, work.block);
+    }
     queries.advance();
     ptx::mbarrier_wait(shared.work_begun(), begun.phase);
     begun.advance();
