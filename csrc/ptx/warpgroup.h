@@ -56,7 +56,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 }
 
 [[noreturn]] __device__ __forceinline__ void exit_thread() {
-  asm volatile("exit;");
+  asm volatile("exit;" ::: "memory");
   __builtin_unreachable();
 }
 

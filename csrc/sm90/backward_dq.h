@@ -251,7 +251,7 @@ struct BackwardDqConsumer {
   }
 
   // Skips an item of which this warpgroup has no query, as the last tile of a node may. It still
-  // releases all tiles: the producer reuses a stage when both warpgroups have released it.
+  // releases all tiles: its loader reuses a stage when both warpgroups have released it.
   __device__ __forceinline__ void skip_work() {
     wait_queries();
     release_queries();

@@ -172,7 +172,7 @@ struct BackwardWideTiles {
   static constexpr int kOffsetLse = kOffsetP + 2 * kBytesP;
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
-  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
+  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
@@ -198,7 +198,7 @@ struct BackwardColumnTiles {
   static constexpr int kOffsetLse = kOffsetDo + kStagesDo * TileDo::kBytes;
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
-  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
+  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 

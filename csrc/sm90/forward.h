@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Hopper forward. One thread walks along the path of a query tile and two load its K and V tiles by
-// bulk copies; two or three consumer warpgroups of 64 query rows each multiply. At d = 512 two share 64 rows, and each has half of the
-// columns of O.
+// bulk copies; two or three consumer warpgroups of 64 query rows each multiply. At d = 512 two share
+// 64 rows, and each has half of the columns of O.
 //
 //   S = Q K^T;  P = exp(S - max);  O += P V        (online; O is normalised and rounded once)
 //
@@ -220,7 +220,7 @@ struct ForwardConsumer {
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], probabilities[step]);
   }
 
-  // Releases a tile of which no row of this warpgroup sees a key. The producer reuses a stage only
+  // Releases a tile of which no row of this warpgroup sees a key. Its loader reuses a stage only
   // when every consumer has released it.
   __device__ __forceinline__ void skip_tile() {
     release_k();

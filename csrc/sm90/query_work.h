@@ -17,7 +17,7 @@
 
 namespace dualkv::sm90 {
 
-// Items of the consumers, of the producer, and the next one.
+// Items of the consumers, of the walker, and the next one.
 constexpr int kWorkSlots = 3;
 
 // Steps between the walker and the loader that is behind.
@@ -57,7 +57,7 @@ struct QueryShared {
   __device__ __forceinline__ PipelineBarrier step_ready(int slot) const {
     return pipeline_barrier(kTileStages + kWorkSlots + slot);
   }
-  // Signals that the first K of an item is loaded.
+  // Signals that the loader of K has the first step of an item.
   __device__ __forceinline__ uint32_t work_begun() const { return pipeline_barrier(kPipelines).barrier; }
 
   // `slices` as of QueryTiling.
@@ -65,7 +65,10 @@ struct QueryShared {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
     for (int index = 0; index < kSlices; ++index) pipeline_barrier(index).init(kConsumerWarps / slices);
     for (int index = kSlices; index < kTileStages + kWorkSlots; ++index) pipeline_barrier(index).init(kConsumerWarps);
-    for (int slot = 0; slot < kWalkSlots; ++slot) step_ready(slot).init(2);  // the loaders
+    for (int slot = 0; slot < kWalkSlots; ++slot) {
+      ptx::mbarrier_init(step_ready(slot).full(), 1);
+      ptx::mbarrier_init(step_ready(slot).empty(), 2);  // both loaders, a thread each
+    }
     ptx::mbarrier_init(work_begun(), 1);
     ptx::mbarrier_init_fence();
   }
@@ -90,9 +93,9 @@ struct WalkStep {
 };
 
 // Scheduler thread. Writes items into one slot after the other, once the consumers have released
-// it, and loads the queries by load(stage, slice, barrier, block). An item is taken when the first K of the
-// previous one is loaded, no earlier: an item that waits could start on another block. The end of
-// the list is published as an invalid item.
+// it, and loads the queries by load(stage, slice, barrier, block). An item is taken when the loader of K
+// has the first step of the previous one, no earlier: an item that waits could start on another
+// block. The end of the list is published as an invalid item.
 template <class Config, class Shared, class Params, class Load>
 __device__ __forceinline__ void hand_out_works(const Shared& shared, const Params& p, QueryWork (&works)[kWorkSlots],
                                                QueryTiling tiling, Load load) {
@@ -182,9 +185,10 @@ __device__ __forceinline__ void load_keys(const Shared& shared, const WalkStep (
   for_each_step(shared, ring, [&](const WalkStep& next) {
     if (begins) ptx::mbarrier_arrive(shared.work_begun());
     const KvStep step = next.step;
+    const int kv_head = next.kv_head;
     const PipelineBarrier ready = shared.k_ready(state.stage);
     ready.wait_empty(state.phase);
-    load(state, shared.k(state.stage), ready.full(), step.tile, next.kv_head);
+    load(state, shared.k(state.stage), ready.full(), step.tile, kv_head);
     steps[state.stage] = step;
     ready.expect(Config::TileK::kBytes);
     begins = step.last;
@@ -199,10 +203,11 @@ __device__ __forceinline__ void load_values(const Shared& shared, const WalkStep
   PipelineState<Config::kStagesV> state;
   for_each_step(shared, ring, [&](const WalkStep& next) {
     const KvTile tile = next.step.tile;
+    const int kv_head = next.kv_head;
     const PipelineBarrier ready = shared.v_ready(state.stage);
     ready.wait_empty(state.phase);
     ready.expect(Config::TileV::kBytes);
-    load(shared.v(state.stage), ready.full(), tile, next.kv_head);
+    load(shared.v(state.stage), ready.full(), tile, kv_head);
     state.advance();
   });
   ptx::exit_thread();
