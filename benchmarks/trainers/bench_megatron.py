@@ -3,29 +3,32 @@
 """Measure an update and log-probabilities of Megatron's GPTModel, prompts shared beside replicated, in one start.
 
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
-    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7 --layout 'Ettt|(tt|)*12tL'
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --model qwen3-30b-a3b-L12
     python benchmarks/report.py                                                    # the page, of the result files
 
 Random weights of Qwen3's shapes and random tokens; bf16 with float32 gradients (Megatron's DDP), Megatron's schedules,
 recomputation of whole layers, micro-batches of so many tokens. Both run the same layers and the same head, over the
-rows that score tokens. Replicated prompts lie in one THD row, on this library's flash_attn_varlen_func: Megatron's own
-local attention takes no packed rows. An update is all forwards and backwards and the reduction of gradients, without
-the optimizer's step, which is the same for both. Times are those of the slowest rank, the best of all rounds. Routers
-balance nothing. Needs megatron-core, and no Transformer Engine or apex.
+rows that score tokens. Sharing makes these no fewer, so that the head weighs more beside the layers and the last stage
+wants fewer of them: `--layout`. Replicated prompts lie in one THD row, on this library's flash_attn_varlen_func:
+Megatron's own local attention takes no packed rows. An update is all forwards and backwards and the reduction of
+gradients, without the optimizer's step, which is the same for both. Times are those of the slowest rank, the best of
+all rounds. Routers balance nothing. Needs megatron-core, and no Transformer Engine or apex.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import megatron.core
 import torch
@@ -40,6 +43,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -97,14 +101,33 @@ def is_sliced(options: argparse.Namespace) -> bool:
     return options.tensor > 1 and SIZES[options.model].experts > 0
 
 
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    model_parallel_cuda_manual_seed(number)  # Megatron draws weights from a generator of its own on a GPU
+
+
+@contextlib.contextmanager
+def drawn_by_layer() -> Iterator[None]:
+    """Weights of a layer follow from its number, in whatever stage it is. The head's follow from the last layer's."""
+    stock = TransformerLayer.__init__
+
+    def init(self: Any, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **more: Any) -> None:
+        seed(layer_number + get_transformer_layer_offset(config, more.get("vp_stage")))
+        stock(self, config, submodules, layer_number, *args, **more)
+
+    with patch.object(TransformerLayer, "__init__", init):
+        yield
+
+
 def build(options: argparse.Namespace, shares: bool, device: torch.device) -> list[Any]:
     """This rank's stages, with the same weights in both runs."""
     size = SIZES[options.model]
-    torch.manual_seed(1)
-    model_parallel_cuda_manual_seed(1)  # Megatron draws weights from a generator of its own on a GPU
+    seed(0)
     on_gpu, is_virtual = device.type == "cuda", options.vpp > 1
     dtype = torch.bfloat16 if on_gpu else torch.float32
     more: dict[str, Any] = {}
+    if shares and options.layout:
+        more |= dict(pipeline_model_parallel_layout=options.layout)
     if not options.keep:
         more |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     if size.experts:
@@ -132,7 +155,7 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
     chunks = []
     for at in range(options.vpp):
         place: dict[str, Any] = dict(ignore_virtual=False, vp_stage=at)
-        with local_norms():
+        with local_norms(), drawn_by_layer():
             stage = GPTModel(
                 config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
                 position_embedding_type="rope", rotary_base=1000000, vp_stage=at if is_virtual else None,
@@ -269,6 +292,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tensor", type=int, default=1, help="tensor-parallel ranks")
     add("--pipeline", type=int, default=1, help="pipeline stages")
     add("--vpp", type=int, default=1, help="parts of a stage, with equally many layers")
+    add("--layout", help="of the shared run's stages, as Megatron writes it; default: equally many layers")
     add("--samples", type=int, default=32)
     add("--prompt", type=int, default=8192, help="its tokens")
     add("--response", type=int, default=2048, help="tokens of each")

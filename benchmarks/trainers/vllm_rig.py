@@ -25,7 +25,6 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from flash_attn_dualkv.predict import MODELS
 
@@ -48,8 +47,7 @@ class Engine:
         rollouts: groups, responses of each, tokens of a prompt, fewest and most tokens of a response.
         repeat: runs of each of them behind the warm-up.
         options: more arguments of vLLM's LLM.
-        row_norms: norms that add a residual first are computed row by row. vLLM 0.26's kernel sums in another order
-            from 256 rows on, in its batch-invariant mode, too.
+        row_norms: norms behind residuals are computed by the row, as this package does in batch-invariant mode.
     """
 
     model: str = "qwen3-8b"
@@ -139,10 +137,10 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
         from vllm import LLM
         from vllm.plugins import load_general_plugins
 
-        from flash_attn_dualkv.integrations.vllm import register
+        from flash_attn_dualkv.integrations.vllm import norms, register
 
         if engine.row_norms:
-            norm_by_rows()
+            norms.install()
         load_general_plugins()
         register()  # where the package is on the path, but not installed
         sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < requests} | {requests})
@@ -160,17 +158,6 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
         if engine.backend == "CUSTOM":
             arguments["additional_config"] = {"flash_attn_dualkv": {"exact": engine.exact, "log_interval": 2.0}}
         yield LLM(model=folder, **(arguments | engine.options))
-
-
-def norm_by_rows() -> None:
-    """vLLM's norm of a sum by its kernel for norms alone, which has a program for each row."""
-    from vllm import _custom_ops
-    from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
-
-    def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
-        x.copy_(rms_norm_batch_invariant(residual.add_(x), weight, epsilon))
-
-    _custom_ops.fused_add_rms_norm = fused_add_rms_norm
 
 
 def ask(thing: Any, path: str) -> Any:

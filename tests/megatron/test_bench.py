@@ -38,9 +38,10 @@ def _run_rank(rank: int, arguments: list[str], results: Any) -> None:
         results[rank] = bench_megatron.measure(options, torch.device("cpu"))
 
 
-def test_virtual_stages() -> None:
-    """Micro-batches are a multiple of the stages."""
-    more = ["--model", "tiny-4-layers", "--pipeline", "2", "--vpp", "2"]
+@pytest.mark.parametrize("layout", [[], ["--layout", "Ett||t|tL"]])
+def test_virtual_stages(layout: list[str]) -> None:
+    """Micro-batches are a multiple of the stages, which may have unequal numbers of layers, or none."""
+    more = ["--model", "tiny-4-layers", "--pipeline", "2", "--vpp", "2", *layout]
     for rows in run_ranks(_run_rank, 2, [*TINY, *more]).values():
         one = {row["who"]: row for row in rows}
         assert (one["shared"]["micro_batches"], one["replicated"]["micro_batches"]) == (2, 4)

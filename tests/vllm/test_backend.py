@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: .ci/run puts its Pyth
 
 import vllm
 import vllm_steps as steps
+from vllm.model_executor.layers import layernorm
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import flash_attn
@@ -98,6 +99,35 @@ def test_registration() -> None:
         assert custom.get_path() == "another.Plugin"
     finally:
         custom.clear_override()
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_norms_behind_residuals(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batch-invariant mode who takes the backend gets the kernel of norms alone behind the sum, put there once."""
+    calls = []
+
+    def stock(
+        input: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, residual: torch.Tensor | None = None
+    ) -> Any:
+        calls.append(residual)
+        normed = torch.nn.functional.rms_norm(input, input.shape[-1:], weight, eps)
+        return normed if residual is None else (normed, residual)
+
+    assert "rms_norm_batch_invariant" in layernorm.RMSNorm.forward_cuda.__code__.co_names
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    monkeypatch.setattr(layernorm, "rms_norm_batch_invariant", stock)
+    for _ in range(2):
+        assert plugin.SharedPrefixBackend is backend.SharedPrefixBackend
+    assert stock_of(layernorm.rms_norm_batch_invariant) is stock
+    assert (layernorm.rms_norm_batch_invariant is stock) is not invariant
+    if invariant:
+        x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.rand(8)
+        total = x + residual
+        expected = stock(total, weight, 1e-5)
+        torch.testing.assert_close(layernorm.rms_norm_batch_invariant(x, weight, 1e-5), stock(x, weight, 1e-5))
+        out, added = layernorm.rms_norm_batch_invariant(x, weight, 1e-5, residual=residual)
+        assert torch.equal(out, expected) and torch.equal(added, total)
+        assert calls == [None] * 4, "the kernel that adds is not taken"
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "1.0.0"])

@@ -41,8 +41,9 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The backend, which imports vLLM's."""
+    """The backend, which imports vLLM's: an engine takes it before the first forward, which may be compiled."""
     if name != "SharedPrefixBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_version()
+    importlib.import_module(f"{__name__}.norms").install()
     return importlib.import_module(f"{__name__}.backend").SharedPrefixBackend

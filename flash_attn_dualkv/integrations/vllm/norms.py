@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The norm behind a residual in vLLM's batch-invariant mode, so that its bits depend on its row alone.
+
+vLLM 0.26 gives a row 1024 threads among fewer than 256 rows and 256 among more, in that mode, too: its sum
+then has another order, and so do the bits of everything behind it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import vllm.envs as envs
+from torch import Tensor
+
+from ..replacing import replace_once
+
+_MODULE, _NORM = "vllm.model_executor.layers.layernorm", "rms_norm_batch_invariant"
+
+
+def install() -> None:
+    """In batch-invariant mode: add first, then take the kernel of norms alone, with a program for each row."""
+    if envs.VLLM_BATCH_INVARIANT:
+        replace_once(importlib.import_module(_MODULE), _NORM, _by_rows)
+
+
+def _by_rows(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def norm(input: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return stock(input, weight, eps)
+        total = residual.add_(input)
+        return stock(total, weight, eps), total
+
+    return norm
