@@ -74,7 +74,7 @@ MODELS = {
     "Qwen3-1.7B": Model("qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True),
     "Qwen3-8B": Model("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
     "Qwen3-30B-A3B, 12 layers": Model("qwen3_moe", 12, 2048, 768, 32, 4, 128, 151936, False, 128, 8),
-    "Qwen3-30B-A3B, 22 layers": Model("qwen3_moe", 22, 2048, 768, 32, 4, 128, 151936, False, 128, 8),
+    "Qwen3-30B-A3B, 22 layers": Model("qwen3_moe", 22, 2048, 768, 32, 4, 128, 151936, False, 128, 8, has_file=False),
     "tiny": Model(),
 }
 PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048, shortest=0.5)

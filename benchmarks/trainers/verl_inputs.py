@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from shapes import parse
@@ -20,7 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 class Model:
     """A model of random weights (seed 0, bf16), with a tokenizer that nothing here calls.
 
-    `others`: what else its configuration has, as JSON. If that has a "text_config", the fields above go there.
+    Attributes:
+        others: what else its configuration has, as JSON. If that has a "text_config", the fields above go there.
+        has_file: of weights. Without one a worker draws them where verl would load them: `drawn`. To write and load
+            28 GB takes longer than to measure.
     """
 
     family: str = "qwen3"
@@ -35,6 +40,7 @@ class Model:
     experts: int = 0
     experts_per_token: int = 0
     others: str = "{}"
+    has_file: bool = True
 
     def config(self) -> Any:
         from transformers import AutoConfig
@@ -62,13 +68,36 @@ class Model:
         config = self.config()
         is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
         auto = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = auto.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
+        if self.has_file:
+            draw(auto, config, torch.bfloat16).save_pretrained(folder)
+        else:
+            config.architectures = [auto._model_mapping[type(config)].__name__]
+            config.save_pretrained(folder)
         words = WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>")
         special = dict(eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)
+
+
+def draw(auto: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model on a GPU where there is one; where tensors are made on "meta" it stays there."""
+    torch.manual_seed(0)
+    is_meta = torch.empty(0).is_meta
+    with torch.device("meta" if is_meta else "cuda" if torch.cuda.is_available() else "cpu"):
+        return auto.from_config(config, dtype=dtype)
+
+
+@contextlib.contextmanager
+def drawn(model: Model) -> Iterator[None]:
+    """Who loads a model that has no file of weights draws them."""
+    from transformers import AutoModelForCausalLM
+
+    def load(auto: Any, *_: Any, config: Any, torch_dtype: torch.dtype, **__: Any) -> Any:
+        return draw(auto, config, torch_dtype)
+
+    with contextlib.ExitStack() as changes:
+        if not model.has_file:
+            changes.enter_context(patch.object(AutoModelForCausalLM, "from_pretrained", classmethod(load)))
+        yield
 
 
 class Sample(NamedTuple):

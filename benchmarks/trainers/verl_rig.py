@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from verl_inputs import Case, Found, Model, Sample, worker_input
+from verl_inputs import Case, Found, Model, Sample, drawn, worker_input
 
 QUIET = dict(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", VERL_LOGGING_LEVEL="WARN")
 
@@ -146,7 +146,8 @@ def worker_of(case: Case, config: Any) -> tuple[Any, dict[str, str]]:
         worker.set_loss_fn(partial(value_loss, config=critic))
         return worker, {"infer": "infer_batch", "update": "train_mini_batch"}
     worker = ActorRolloutRefWorker(config=config.actor_rollout_ref, role=case.role)
-    worker.init_model()
+    with drawn(case.model):
+        worker.init_model()
     infer = {"actor": "compute_log_prob", "ref": "compute_ref_log_prob"}[case.role]
     return worker, {"infer": infer, "update": "update_actor"}
 
@@ -371,6 +372,8 @@ def run_cases(folder: str, ranks: int, kind: type[Processes]) -> None:
             if group:
                 divide(engine_of(group.worker).engine_config, case)
             group = group or kind(case, config, ranks)
+            if rank == 0:
+                print(f"{case.name}: a worker after {time.perf_counter() - begin:.1f} s", flush=True)
             session = Session(case, config, ranks, group)
             found[case.name] = session.run()
         except Exception as error:

@@ -64,6 +64,7 @@ EQUAL_RANKS = [
     case("2 ranks, fsdp1, v0", engine="fsdp", batch=UNEQUAL, trainer="v0"),
     case("2 ranks, siblings apart", batch=APART, balance="none"),
     case("2 ranks, critic", role="critic", batch=UNEQUAL),
+    case("2 ranks, drawn", model=Model("qwen3_moe", experts=4, experts_per_token=2, has_file=False), batch=UNEQUAL),
     case("Ulysses", sp=2, tokens=100, updates=3),
     case("Ulysses, fixed, v0, fsdp1", sp=2, micro=4, engine="fsdp", trainer="v0", batch=UNEQUAL),
     case("Ulysses, more ranks than KV heads", sp=2, model=Model(kv_heads=1), batch=UNEQUAL),
