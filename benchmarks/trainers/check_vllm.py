@@ -189,7 +189,7 @@ def check_greedy(limit: float) -> bool:
     return good
 
 
-def check_invariant(limit: float, own: bool) -> bool:
+def check_invariant(limit: float, own: bool = False) -> bool:
     good = True
     engines: list[tuple[str, dict[str, Any]]] = [
         ("dualkv_invariant", {}),
