@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Iterator
@@ -205,19 +206,56 @@ def test_a_match_of_pages_leaves_a_token():
     assert [matched(cache, "req_0", [0] * length) for length in (15, 16, 17, 31, 32, 33)] == [0, 0, 16, 16, 16, 32]
 
 
-def test_graphs_are_captured_on_demand(monkeypatch):
-    """Nothing is warmed up, and only steps of decoding are captured; what a user asks for stays."""
+def test_graphs_are_captured_on_demand():
+    """Nothing is warmed up."""
     warmed: list[Any] = []
     warmup = decode._on_demand(lambda runner, model: warmed.append(model))
     for name in (*decode.NAMES, "paged|sdpa"):
         warmup(None, SimpleNamespace(config=SimpleNamespace(_attn_implementation=name)))
     assert [model.config._attn_implementation for model in warmed] == ["paged|sdpa"]
-    ensure = decode._offering_tables(lambda *args: None)
-    for has_gpu, asked, expected in ((True, None, (False, True)), (True, True, True), (False, None, None)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        settings = SimpleNamespace(use_cuda_graph=asked, max_blocks_per_request=0)
-        ensure(SimpleNamespace(_attn_implementation=decode.NAMES[0], layer_types=["full_attention"]), settings)
-        assert settings.use_cuda_graph == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        (decode.NAMES[0], {}, (False, True)),
+        (decode.NAMES[0], {"use_cuda_graph": True}, (True, True)),
+        (decode.NAMES[0], {"q_padding_interval_size": 128}, (True, True)),  # asks for graphs
+        (decode.NAMES[0], {"max_blocks_per_request": 0}, (True, True)),  # nothing decodes on block tables
+        (decode.NAMES[0], {"decode_compile_config": "reduce-overhead"}, (True, False)),
+        (decode.NAMES[1], {}, (False, False)),  # a CPU's model, on a host with a GPU
+    ],
+)
+def test_graphs(name, given, expected, registered, monkeypatch):
+    """Only steps of decoding are captured, where neither transformers nor the user decides otherwise."""
+    initialization = transformers.generation.continuous_batching.initialization
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "cuda", raising=False)
+    monkeypatch.setattr(initialization, "resolve_max_memory_percent", lambda **_: None)
+    if mode := given.get("decode_compile_config"):
+        given = {"decode_compile_config": transformers.CompileConfig(mode=mode)}
+    config = transformers.Qwen3Config()
+    config._attn_implementation_internal = name
+    resolve = initialization.resolve_continuous_batching_config
+    settings = transformers.ContinuousBatchingConfig(**given)
+    more = {"device": torch.device("cpu")} if "device" in inspect.signature(resolve).parameters else {}
+    assert resolve(config, settings, None, False, **more).use_cuda_graph == expected
+
+
+def test_copies_wait_for_no_more_prompts_than_the_cache_holds():
+    """The others' pages would be gone before their copies come."""
+    queued = []
+    add = decode._copies_apart(lambda manager, inputs: queued.extend(sorted(inputs, reverse=True)))
+    config = SimpleNamespace(max_batch_tokens=64, num_blocks=None, block_size=16)
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=decode.NAMES[0]))
+    prompts = [[number] * 32 for number in range(6, 0, -1)]
+    manager = SimpleNamespace(model=model, continuous_batching_config=config)
+    for pages, together in ((None, 6), (12, 3), (2, 1)):
+        config.num_blocks = pages
+        queued.clear()
+        add(manager, [prompt for prompt in prompts for _ in range(2)])
+        windows = [prompts[first : first + together] for first in range(0, 6, together)]
+        assert queued == [prompt for window in windows for _ in range(2) for prompt in window]
 
 
 def test_end_of_a_request(steps, request):

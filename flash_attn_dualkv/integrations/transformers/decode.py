@@ -17,8 +17,8 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count, zip_longest
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ NAMES = ("dualkv_flash", "dualkv_paged")
 _SLIDING = "sliding_attention"
 _ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which layers get it
 _PACKAGE = "transformers.generation.continuous_batching"
+_ON_GPU = "dualkv_on_gpu"  # of a configuration: whether its model decodes on this package, and on a GPU
 _boundary: Boundary = "replicate"  # of the last `register_decode`
 # What continuous batching hands to every layer.
 _OF_BATCHES = (
@@ -104,6 +105,7 @@ def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
     seams: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = [
         (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switching),
         (initialization, "ensure_decode_fast_path_is_available", _offering_tables),
+        (initialization, "decide_use_cuda_graphs", _graphs_of_decoding),
         (runner.ModelRunner, "compute_batch", _with_rollout),
         (runner.ModelRunner, "warmup", _on_demand),
         (api.ContinuousBatchingManager, "add_requests", _copies_apart),
@@ -148,9 +150,7 @@ def _offering_tables(stock: Callable[..., None]) -> Callable[..., None]:
         if config._attn_implementation not in NAMES:
             stock(config, cb_config, *args, **kwargs)
             return
-        # Steps that prefill differ in size: a graph of one is captured and never replayed.
-        if cb_config.use_cuda_graph is None and torch.cuda.is_available():
-            cb_config.use_cuda_graph = (False, True)
+        setattr(cb_config, _ON_GPU, config._attn_implementation == NAMES[0])
         if has_windows(config) and (lacking := _windows_lack(config)):
             message = explain("model", f"{lacking}, to decode with sliding-window layers", config.model_type)
             warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=2)
@@ -161,6 +161,22 @@ def _offering_tables(stock: Callable[..., None]) -> Callable[..., None]:
                 raise SharedPromptError(explain("page_size", f"a multiple of {PAGE_ROWS}", size))
 
     return ensure_decode_fast_path_is_available
+
+
+def _graphs_of_decoding(stock: Callable[..., None]) -> Callable[..., None]:
+    def decide_use_cuda_graphs(cb_config: Any, is_attn_mask_needed: bool, cuda_graph_requested: bool) -> None:
+        """Where nobody asks for graphs, and decoding has them, only that does.
+
+        Steps that prefill differ in size: a graph of one is captured and never replayed.
+        """
+        is_open = (
+            cb_config.use_cuda_graph is None and not cuda_graph_requested and cb_config.max_blocks_per_request != 0
+        )
+        stock(cb_config, is_attn_mask_needed=is_attn_mask_needed, cuda_graph_requested=cuda_graph_requested)
+        if is_open and getattr(cb_config, _ON_GPU, False) and cb_config.use_cuda_graph == (True, True):
+            cb_config.use_cuda_graph = (False, True)
+
+    return decide_use_cuda_graphs
 
 
 def _with_rollout(stock: Callable[..., None]) -> Callable[..., None]:
@@ -200,25 +216,45 @@ class _Queued(list[int]):
 
 def _copies_apart(stock: Callable[..., list[str]]) -> Callable[..., list[str]]:
     def add_requests(manager: Any, inputs: list[list[int]], *args: Any, **kwargs: Any) -> list[str]:
-        """One request of each prompt, then the second ones, and so on; else as the stock method sorts them.
+        """One request of each of some prompts, then their second ones, and so on; else as the stock method sorts them.
 
         Pages can be shared once the step that computes them has been read, one or two steps later. Of 16 copies side by
-        side its scheduler, simulated, has four computed, and gives two of them pages of their own to the end.
+        side its scheduler, simulated, has four computed, and gives two of them pages of their own to the end. Pages of
+        more prompts than the cache holds would be gone before their copies come.
         """
         if manager.model.config._attn_implementation not in NAMES:
             return stock(manager, inputs, *args, **kwargs)
-        queued, prompts = [*map(_Queued, inputs)], [*map(tuple, inputs)]
-        copies: Counter[tuple[int, ...]] = Counter()
-        turns = []
-        for prompt in prompts:
-            turns.append(copies[prompt])
-            copies[prompt] += 1
-        order = sorted(range(len(prompts)), key=lambda index: prompts[index], reverse=True)
-        for place, index in enumerate(sorted(order, key=lambda index: turns[index])):
-            queued[index].place = place
+        queued = [*map(_Queued, inputs)]
+        copies: dict[tuple[int, ...], list[_Queued]] = {}
+        for request in queued:
+            copies.setdefault(tuple(request), []).append(request)
+        place, tokens, most = count(), 0, _tokens_apart(manager.continuous_batching_config)
+        window: list[list[_Queued]] = []
+        for prompt in sorted(copies, reverse=True):
+            if window and tokens + len(prompt) > most:
+                _queue(window, place)
+                window, tokens = [], 0
+            window.append(copies[prompt])
+            tokens += len(prompt)
+        _queue(window, place)
         return stock(manager, queued, *args, **kwargs)
 
     return add_requests
+
+
+def _queue(prompts: list[list[_Queued]], place: Iterator[int]) -> None:
+    """A copy of each prompt, then the second ones, and so on."""
+    for turn in zip_longest(*prompts):
+        for request in turn:
+            if request is not None:
+                request.place = next(place)
+
+
+def _tokens_apart(settings: Any) -> int:
+    """Of prompts whose copies wait for each other: what four steps compute, and no more than half of the cache."""
+    computed = 4 * (settings.max_batch_tokens or 8192)
+    pages, size = settings.num_blocks, getattr(settings, "page_size", None) or settings.block_size
+    return min(computed, pages * size // 2) if pages else computed
 
 
 def _leaving_a_page(stock: Callable[..., int]) -> Callable[..., int]:
