@@ -187,11 +187,16 @@ def savings(replicated: float, tokens: float) -> dict[str, float]:
     return {"dedup_ratio": replicated / tokens if tokens else 1.0, "tokens_saved": replicated - tokens}
 
 
+# fp16's loss scale begins at 2^16 and is halved by each overflow.
+_MOST_REPEATS = 16
+
+
 class Verification:
     """Calls of each kind still to be computed by stock attention too; whether one differed."""
 
     def __init__(self, calls: int, *kinds: str) -> None:
         self._left = dict.fromkeys(kinds, calls)
+        self._repeats = dict.fromkeys(kinds, _MOST_REPEATS)
         self.has_failed = False
 
     def is_due(self, kind: str) -> bool:
@@ -199,6 +204,12 @@ class Verification:
         is_due = self._left[kind] > 0 and not self.has_failed
         self._left[kind] -= is_due
         return is_due
+
+    def repeat(self, kind: str) -> None:
+        """This call could not be compared: another one is to be, unless that has happened too often."""
+        is_allowed = self._repeats[kind] > 0
+        self._repeats[kind] -= is_allowed
+        self._left[kind] += is_allowed
 
 
 def difference(shared: Tensor, stock: Tensor, scored: Any = None) -> Tensor:

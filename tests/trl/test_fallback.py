@@ -93,6 +93,17 @@ def test_a_verification_ends_with_its_calls_or_a_difference() -> None:
     assert not due.is_due("infer")
 
 
+def test_a_call_that_could_not_be_compared_is_made_up_for() -> None:
+    """And not for ever: a run whose gradients never become finite has its own path back."""
+    due = fallback.Verification(1, "train", "infer")
+    calls = 0
+    while due.is_due("train"):
+        calls += 1
+        due.repeat("train")
+    assert calls == 1 + fallback._MOST_REPEATS
+    assert due.is_due("infer") and not due.is_due("infer")
+
+
 def test_differences() -> None:
     shared, stock = torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.0, 1.0, 1.0])
     assert fallback.difference(shared, stock).tolist() == pytest.approx([4.0, 5 / 3])

@@ -13,11 +13,14 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 
+import torch
 import verl_rig
+from tensordict import TensorDict
 from transformers import AutoConfig
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
 
+from flash_attn_dualkv.integrations.verl import verify
 from flash_attn_dualkv.integrations.verl.verify import MOST_NORM_DIFFERENCE, difference_of_norms
 
 EQUAL = [
@@ -230,6 +233,27 @@ def test_verification_fails(two_ranks: dict[str, Found]) -> None:
 def test_errors(one_rank: dict[str, Found], name: str, message: str) -> None:
     error = one_rank[name].error or ""
     assert re.search(message, error, re.DOTALL), error
+
+
+@pytest.mark.parametrize(
+    ("norms", "agree", "failed"),
+    [((1.0, 1.0), True, 0), ((2.0, 1.0), False, 1), ((float("inf"),) * 2, None, 0), ((1.0, float("inf")), False, 1)],
+)
+def test_a_step_whose_gradients_overflow_is_not_verified(
+    norms: tuple[float, float], agree: bool | None, failed: int
+) -> None:
+    """Where scores agree and both norms are infinite, nobody knows."""
+    left = [*norms]
+    engine = SimpleNamespace(gradient_norm=lambda: left.pop(0), optimizer_zero_grad=lambda: None)
+    scores = torch.nested.nested_tensor([torch.zeros(5)], layout=torch.jagged)
+    data = TensorDict({}, batch_size=[])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "Lengths", SimpleNamespace(of=lambda _: ([2], [3])))
+        patch.setattr(verify, "get_device_name", lambda: "cpu")
+        found, is_same = verify.run_both(
+            engine, data, False, lambda _: {"model_output": {"log_probs": scores}, "metrics": {}}
+        )
+    assert is_same is agree and found["metrics"]["shared_prompt/verify_failed"] == [failed]
 
 
 def test_norms_of_gradients_that_overflow() -> None:

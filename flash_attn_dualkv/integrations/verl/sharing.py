@@ -110,10 +110,14 @@ class SharedPrompts:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
         self.refusal_now = self._refusal_now()
         run = functools.partial(self._run, data, loss_function, forward_only)
-        if not self.verification.is_due("infer" if forward_only else "train"):
+        kind = "infer" if forward_only else "train"
+        if not self.verification.is_due(kind):
             return run(not self.verification.has_failed)
         output, agree = run_both(self, data, forward_only, run)
-        self.verification.has_failed = not agree
+        if agree is None:
+            self.verification.repeat(kind)
+        else:
+            self.verification.has_failed = not agree
         return output
 
     def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:

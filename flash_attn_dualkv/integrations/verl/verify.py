@@ -28,8 +28,12 @@ METRICS = tuple(
 )
 
 
-def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[bool], Any]) -> tuple[Any, bool]:
-    """Run both paths: output and gradients stay verl's. Also whether the paths agree."""
+def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[bool], Any]) -> tuple[Any, bool | None]:
+    """Run both paths: output and gradients stay verl's.
+
+    Also whether the paths agree; None where scores do, and gradients overflow on both, as those of
+    fp16's first steps.
+    """
     before = tu.get_non_tensor_data(data, "return_model_output", False)
     tu.assign_non_tensor(data, return_model_output=True)
     shared = run(True)
@@ -46,18 +50,23 @@ def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[b
         found = _difference(shared["model_output"], stock["model_output"], Lengths.of(data)).tolist()
     own = torch.tensor([*found, difference_of_norms(norm, expected)], device=get_device_name())
     largest, mean, off = worst_of_ranks(own)
-    agree = mean <= MOST_MEAN_DIFFERENCE and off <= MOST_NORM_DIFFERENCE
+    agree: bool | None = mean <= MOST_MEAN_DIFFERENCE and off <= MOST_NORM_DIFFERENCE
     text = f"largest difference of a score {largest:.2e}, mean {mean:.2e}, gradient norm {off:.2%}"
     if not math.isfinite(expected):
         text += " (it overflows on verl's path)"
+        agree = None if agree else False
     # The first rank says it for all.
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        if agree:
+        if agree is None:
+            logger.warning("flash_attn_dualkv: gradients are not verified yet, %s", text)
+        elif agree:
             logger.warning("flash_attn_dualkv: verified, %s", text)
         else:
             logger.error("flash_attn_dualkv: prompts are no longer shared, the results differ: %s", text)
     if stock:
-        stock["metrics"].update({name: [one] for name, one in zip(METRICS, (largest, mean, off, float(not agree)))})
+        stock["metrics"].update(
+            {name: [one] for name, one in zip(METRICS, (largest, mean, off, float(agree is False)))}
+        )
     return stock, agree
 
 
