@@ -251,7 +251,10 @@ def _queue(prompts: list[list[_Queued]], place: Iterator[int]) -> None:
 
 
 def _tokens_apart(settings: Any) -> int:
-    """Of prompts whose copies wait for each other: what four steps compute, and no more than half of the cache."""
+    """How many tokens prompts have whose copies wait for each other.
+
+    As many as four steps compute, and no more than half of the cache.
+    """
     computed = 4 * (settings.max_batch_tokens or 8192)
     pages, size = settings.num_blocks, getattr(settings, "page_size", None) or settings.block_size
     return min(computed, pages * size // 2) if pages else computed
