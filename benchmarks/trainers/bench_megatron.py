@@ -108,7 +108,7 @@ def seed(number: int) -> None:
 
 @contextlib.contextmanager
 def drawn_by_layer() -> Iterator[None]:
-    """Weights of a layer follow from its number, in whatever stage it is. The head's follow from the last layer's."""
+    """Weights of a layer follow from its number, in whatever stage it is; those of the head, from the last layer's."""
     stock = TransformerLayer.__init__
 
     def init(self: Any, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **more: Any) -> None:
@@ -300,7 +300,12 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--keep", action="store_true", help="activations: no recomputation")
     add("--who", nargs="+", choices=("shared", "replicated"), default=["shared", "replicated"])
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.layout and "t" not in options.layout.rpartition("|")[2]:
+        parser.error(
+            f"--layout: expected a layer beside the head, behind which its weights are drawn, got {options.layout}"
+        )
+    return options
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ import torch
 from bench_cases import CPU, RAGGED
 from bench_cases import packages as packages
 from bench_cases import several_micro_batches as several_micro_batches
+from core_time import least_time
 from packing import Arrangement
 from peers import Implementation
 from shapes import Shape, nodes_of
@@ -93,9 +94,12 @@ def test_a_failure_is_a_row(error: Any, fact: dict[str, Any]) -> None:
 
 
 def test_budgets_hold() -> None:
-    begin = time.process_time()  # which other processes do not lengthen
-    rows = measured([OURS], deadline=time.monotonic() + 4, rounds=10**6, max_calls=1)
-    assert time.process_time() - begin < 8 and all(row["ms"] for row in rows)
+    found = []
+
+    def within_two_seconds() -> None:
+        found.append(measured([OURS], deadline=time.monotonic() + 2, rounds=10**6, max_calls=1))
+
+    assert least_time(6, within_two_seconds) < 6 and all(row["ms"] for row in found[-1])
     assert {row["skipped"] for row in measured([OURS], deadline=0.0)} == {"left out: budget"}
 
 

@@ -38,6 +38,13 @@ def _run_rank(rank: int, arguments: list[str], results: Any) -> None:
         results[rank] = bench_megatron.measure(options, torch.device("cpu"))
 
 
+def test_a_head_without_a_layer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights would be others than those of the replicated run."""
+    with pytest.raises(SystemExit):
+        bench_megatron.parsed(["--layout", "Ett|t|t|L"])
+    assert "--layout: expected a layer beside the head" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("layout", [[], ["--layout", "Ett||t|tL"]])
 def test_virtual_stages(layout: list[str]) -> None:
     """Micro-batches are a multiple of the stages, which may have unequal numbers of layers, or none."""

@@ -94,7 +94,7 @@ def test_a_verification_ends_with_its_calls_or_a_difference() -> None:
 
 
 def test_a_call_that_could_not_be_compared_is_made_up_for() -> None:
-    """And not for ever: a run whose gradients never become finite has its own path back."""
+    """So many times and no more: some runs have no finite gradients at all."""
     due = fallback.Verification(1, "train", "infer")
     calls = 0
     while due.is_due("train"):

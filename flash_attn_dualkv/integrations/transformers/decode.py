@@ -46,6 +46,8 @@ NAMES = ("dualkv_flash", "dualkv_paged")
 _SLIDING = "sliding_attention"
 _ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which layers get it
 _PACKAGE = "transformers.generation.continuous_batching"
+# Where nobody says how many: transformers decides that by the memory left, when requests are queued.
+_TOKENS_A_STEP = 8192
 _ON_GPU = "dualkv_on_gpu"  # of a configuration: whether its model decodes on this package, and on a GPU
 _boundary: Boundary = "replicate"  # of the last `register_decode`
 # What continuous batching hands to every layer.
@@ -255,7 +257,7 @@ def _tokens_apart(settings: Any) -> int:
 
     As many as four steps compute, and no more than half of the cache.
     """
-    computed = 4 * (settings.max_batch_tokens or 8192)
+    computed = 4 * (settings.max_batch_tokens or _TOKENS_A_STEP)
     pages, size = settings.num_blocks, getattr(settings, "page_size", None) or settings.block_size
     return min(computed, pages * size // 2) if pages else computed
 

@@ -29,7 +29,7 @@ def _by_rows(stock: Callable[..., Any]) -> Callable[..., Any]:
     def norm(input: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None) -> Any:
         if residual is None:
             return stock(input, weight, eps)
-        assert input.shape == residual.shape, (input.shape, residual.shape)
+        assert input.shape == residual.shape, f"residual: expected {input.shape}, as input has, got {residual.shape}"
         total = residual.add_(input)
         return stock(total, weight, eps), total
 
