@@ -24,8 +24,8 @@ class Model:
 
     Attributes:
         others: what else its configuration has, as JSON. If that has a "text_config", the fields above go there.
-        has_file: of weights. Without one a worker draws them where verl would load them: `drawn`. To write and load
-            28 GB takes longer than to measure.
+        has_file: of weights. Without one a worker draws them where verl would load them, in the type that it asks for:
+            `drawn`. To write and load 28 GB takes longer than to measure.
     """
 
     family: str = "qwen3"

@@ -47,7 +47,7 @@ class Engine:
         rollouts: groups, responses of each, tokens of a prompt, fewest and most tokens of a response.
         repeat: runs of each of them behind the warm-up.
         options: more arguments of vLLM's LLM.
-        row_norms: norms behind residuals are computed by the row, as this package does in batch-invariant mode.
+        row_norms: in batch-invariant mode, and only there, vLLM's own backend gets this package's norms, too.
     """
 
     model: str = "qwen3-8b"
