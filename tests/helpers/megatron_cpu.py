@@ -57,6 +57,7 @@ def _reduce_scatter(output: Any, parts: list[Any], group: Any = None, **options:
 
 
 _stock_all_gather, _stock_reduce_scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter
+_stock_new_group, _groups = torch.distributed.new_group, dict[Any, Any]()
 
 
 def _on_cpu(function: Any, *args: Any) -> Any:
@@ -82,6 +83,16 @@ class _Stream:
         return _Stream
 
 
+def _new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any) -> Any:
+    """One group for the same ranks. A thread of each gloo group wakes up every 10 ms, used or not, and Megatron makes
+    twenty: behind as many cases of verl four ranks had 5,000 threads, and two cores did little else.
+    """
+    key = (torch.distributed.group.WORLD, tuple(ranks or ()), backend)
+    if key not in _groups:
+        _groups[key] = _stock_new_group(ranks, timeout, backend, *args, **options)
+    return _groups[key]
+
+
 @contextlib.contextmanager
 def without_a_gpu() -> Iterator[None]:
     """What Megatron asks of PyTorch and its own functions that need a GPU."""
@@ -98,7 +109,8 @@ def without_a_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.cuda.random, "get_rng_state", lambda *_, **__: state))
-        stack.enter_context(patch.multiple(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
+        groups = dict(all_gather=_all_gather, reduce_scatter=_reduce_scatter, new_group=_new_group)
+        stack.enter_context(patch.multiple(torch.distributed, **groups))
         stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
         stack.enter_context(_CudaIsCpu())
@@ -137,6 +149,7 @@ def megatron_on_the_cpu(
         finally:
             parallel_state.destroy_model_parallel()
             if own:
+                _groups.clear()
                 torch.distributed.destroy_process_group()
 
 
