@@ -40,7 +40,7 @@ FP32 = tuple(
     for role in (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
     for name in ("param", "reduce", "buffer")
 ) + tuple(f"{role}.fsdp_config.use_torch_compile=False" for role in (ACTOR, "actor_rollout_ref.ref"))
-PATIENCE = 1200.0  # seconds of all cases of a call: hosts with other work stand still for minutes
+PATIENCE = 2400.0  # seconds of all cases of a call: hosts with other work stand still for minutes
 UNEQUAL = Batch(prompts=3, responses=4, shuffled=True, trained=0.7)
 
 

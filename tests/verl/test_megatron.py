@@ -133,6 +133,7 @@ REPLAYED_ON_RANKS = [
     routed("pipeline, recomputed", *divided("pipeline"), *RECOMPUTED, sp=2, tokens=100, **R3),
 ]
 REPLAYED_IN_CONTEXT = [routed("context", *divided("context"), sp=2), routed("context", *divided("context"), sp=2, **R3)]
+DIVIDED = [*CONTEXT, *REPLAYED_IN_CONTEXT]
 # Samples of one prompt of which one has other routes.
 LONG = Routed(prompt_tokens=192, shortest=1.0, other=150)
 OTHER_ROUTES = [
@@ -169,13 +170,15 @@ RUN = dict(environment={**ENVIRONMENT, "VERL_USE_EXTERNAL_MODULES": "cpu_platfor
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
-    cases = [*EQUAL, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED]
-    return run_beside([*cases, *map(alone, CONTEXT), TIED], list(map(ours, [*cases, TIED])), **RUN)
+    others = [one for one, _ in (*FALLBACKS, *OTHER_ROUTES)]
+    cases = [*EQUAL, *REPLAYED, *others, SWITCHED_OFF, VERIFIED, VERIFIED_ROUTES]
+    return run_beside([*cases, *map(alone, DIVIDED), TIED], list(map(ours, [*cases, TIED])), **RUN)
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    return run_beside(EQUAL_RANKS, list(map(ours, [*EQUAL_RANKS, *CONTEXT])), 2, **RUN)
+    cases = [*EQUAL_RANKS, *REPLAYED_ON_RANKS]
+    return run_beside(cases, list(map(ours, [*cases, *DIVIDED])), 2, **RUN)
 
 
 @pytest.mark.parametrize("one", [*EQUAL, TIED], ids=lambda one: one.name)
@@ -197,17 +200,6 @@ def test_context_parallelism(one_rank: dict[str, Found], two_ranks: dict[str, Fo
     check_shared(one_rank[one.name], two_ranks[f"ours, {one.name}"])
 
 
-@pytest.fixture(scope="module")
-def replayed() -> dict[str, Found]:
-    cases = [*REPLAYED, *(one for one, _ in OTHER_ROUTES), VERIFIED_ROUTES]
-    return run_beside([*cases, *map(alone, REPLAYED_IN_CONTEXT)], list(map(ours, cases)), **RUN)
-
-
-@pytest.fixture(scope="module")
-def replayed_on_two_ranks() -> dict[str, Found]:
-    return run_beside(REPLAYED_ON_RANKS, list(map(ours, [*REPLAYED_ON_RANKS, *REPLAYED_IN_CONTEXT])), 2, **RUN)
-
-
 def check_replayed(stock: Found, found: Found, least_ratio: float = 1.2) -> None:
     check_shared(stock, found, least_ratio)
     for metrics in (*found.infer_metrics, *found.metrics):
@@ -215,40 +207,38 @@ def check_replayed(stock: Found, found: Found, least_ratio: float = 1.2) -> None
 
 
 @pytest.mark.parametrize("one", REPLAYED, ids=lambda one: one.name)
-def test_routes_are_replayed(replayed: dict[str, Found], one: Case) -> None:
-    stock, found = replayed[one.name], replayed[f"ours, {one.name}"]
+def test_routes_are_replayed(one_rank: dict[str, Found], one: Case) -> None:
+    stock, found = one_rank[one.name], one_rank[f"ours, {one.name}"]
     check_replayed(stock, found)
     assert bool(found.routes) == one.name.startswith("R2")
     for metrics in (*found.infer_metrics, *found.metrics):
         assert metrics["shared_prompt/fallback_prompts"] == 0
 
 
-def test_replayed_routes_are_others(replayed: dict[str, Found]) -> None:
+def test_replayed_routes_are_others(one_rank: dict[str, Found]) -> None:
     """Than those that routers find: the cases above could not fail otherwise."""
-    recorded = replayed["R2, dynamic"]
+    recorded = one_rank["R2, dynamic"]
     sampled = [one.others["routed_experts"] for one in Routed().samples(Model().vocabulary)]
     assert not all(map(torch.equal, recorded.routes, sampled))
-    difference = replayed["ours, R3, dynamic"].log_probs - replayed["ours, R2, dynamic"].log_probs
+    difference = one_rank["ours, R3, dynamic"].log_probs - one_rank["ours, R2, dynamic"].log_probs
     assert difference.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("one", REPLAYED_ON_RANKS, ids=lambda one: one.name)
-def test_routes_are_replayed_on_two_ranks(replayed_on_two_ranks: dict[str, Found], one: Case) -> None:
-    check_replayed(replayed_on_two_ranks[one.name], replayed_on_two_ranks[f"ours, {one.name}"])
+def test_routes_are_replayed_on_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
+    check_replayed(two_ranks[one.name], two_ranks[f"ours, {one.name}"])
 
 
 @pytest.mark.parametrize("one", REPLAYED_IN_CONTEXT, ids=lambda one: one.name)
-def test_routes_with_context_parallelism(
-    replayed: dict[str, Found], replayed_on_two_ranks: dict[str, Found], one: Case
-) -> None:
-    check_replayed(replayed[one.name], replayed_on_two_ranks[f"ours, {one.name}"])
+def test_routes_with_context_parallelism(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case) -> None:
+    check_replayed(one_rank[one.name], two_ranks[f"ours, {one.name}"])
 
 
 @pytest.mark.parametrize(("one", "least_ratio"), OTHER_ROUTES, ids=lambda one: getattr(one, "name", one))
-def test_samples_with_other_routes(replayed: dict[str, Found], one: Case, least_ratio: float) -> None:
+def test_samples_with_other_routes(one_rank: dict[str, Found], one: Case, least_ratio: float) -> None:
     """They share the tokens before those alone, which is counted."""
-    found = replayed[f"ours, {one.name}"]
-    check_replayed(replayed[one.name], found, least_ratio)
+    found = one_rank[f"ours, {one.name}"]
+    check_replayed(one_rank[one.name], found, least_ratio)
     samples = one.batch.samples(one.model.vocabulary)
     whole = pack_shared_prompts([one.prompt for one in samples], [one.response for one in samples])
     assert found.metrics[0]["shared_prompt/executed_tokens"] > whole.layout.num_tokens
@@ -256,9 +246,9 @@ def test_samples_with_other_routes(replayed: dict[str, Found], one: Case, least_
         assert metrics["shared_prompt/fallback_prompts"] == 1
 
 
-def test_verification_of_replayed_routes(replayed: dict[str, Found]) -> None:
-    found = replayed[f"ours, {VERIFIED_ROUTES.name}"]
-    check_equal(replayed[VERIFIED_ROUTES.name], found)
+def test_verification_of_replayed_routes(one_rank: dict[str, Found]) -> None:
+    found = one_rank[f"ours, {VERIFIED_ROUTES.name}"]
+    check_equal(one_rank[VERIFIED_ROUTES.name], found)
     assert found.metrics[0]["shared_prompt/verify_failed"] == 0
     assert found.metrics[0]["shared_prompt/verify_max_difference"] < 1e-4
 
