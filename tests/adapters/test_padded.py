@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from processes import run_ranks
+from processes import run_ranks, start_deepspeed
 from tiny_models import Samples, lose_a_layout, replicated_logps, tiny_model
 
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptLayoutError
@@ -108,10 +107,7 @@ def test_the_type_that_a_forward_computes_in() -> None:
 
 
 def _run_rank(rank: int, results: Any) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", DS_SKIP_CUDA_CHECK="1", LOCAL_RANK=str(rank), LOCAL_SIZE="2")
-    import deepspeed  # looks at the environment
-
-    deepspeed.init_distributed("gloo")
+    deepspeed = start_deepspeed(rank, 2)
     for stage in (2, 3):
         model = tiny_model("qwen3", dtype=torch.float32, attention="sdpa").train()
         config = dict(

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import multiprocessing
+import os
 import pickle
 import sys
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -60,3 +63,15 @@ def _call(
     getattr(sys.modules[module], function)(rank, *pickle.loads(arguments), results)
     if group["backend"]:
         torch.distributed.destroy_process_group()
+
+
+def start_deepspeed(rank: int, ranks: int) -> Any:
+    """The module, on the CPU, with its group. Its collectives in shared memory are left out: to compile them takes two
+    minutes.
+    """
+    os.environ.update(DS_ACCELERATOR="cpu", DS_SKIP_CUDA_CHECK="1", LOCAL_RANK=str(rank), LOCAL_SIZE=str(ranks))
+    import deepspeed  # looks at the environment
+
+    with patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None):
+        deepspeed.init_distributed("gloo")
+    return deepspeed

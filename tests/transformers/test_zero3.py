@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
+from processes import run_ranks, start_deepspeed
 from tiny_models import MIXED, VOCABULARY, Samples, dualkv, replicated_logps, row_of, tiny_model
 
 from flash_attn_dualkv.integrations import lm_head
@@ -59,10 +58,7 @@ def _logps(engine: Any, kind: str, samples: Samples) -> torch.Tensor:
 
 
 def _run_rank(rank: int, results: Any) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", DS_SKIP_CUDA_CHECK="1", LOCAL_RANK=str(rank), LOCAL_SIZE="2")
-    import deepspeed  # looks at the environment
-
-    deepspeed.init_distributed("gloo")
+    deepspeed = start_deepspeed(rank, 2)
     lm_head.LOGIT_ELEMENTS = 4 * VOCABULARY
     for stage, kind in RUNS:
         model = _model(kind)
