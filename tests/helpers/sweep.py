@@ -7,6 +7,7 @@ The tests assert it, and tools/models_page.py writes it down.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,6 +83,16 @@ OWN: dict[str, dict[str, Any]] = {
 SAMPLES = Samples.random([(40, [12, 3]), (9, [5, 9, 0]), (2, [7])]).take([0, 2, 1, 5, 3, 4])
 # In float64 what is left is rounding. Some models compute parts in float32 whatever their type, in 4.57 experts.
 TOLERANCES = {torch.float64: Tolerance(1e-9, 1e-8), torch.float32: Tolerance(2e-5, 1e-3)}
+
+
+def unknown_options(model_type: str) -> dict[str, Any]:
+    """For `any_model`, to leave out what the configuration does not know: others look at it, and take it for what the
+    model has.
+    """
+    config = transformers.CONFIG_MAPPING[model_type]
+    known = {*dir(config), *inspect.signature(config.__init__).parameters, *config.attribute_map}
+    known.update(getattr(config, "__dataclass_fields__", ()))
+    return dict.fromkeys(OPTIONS.keys() - known, _LEFT_OUT)
 
 
 def any_model(model_type: str, **options: Any) -> Any:

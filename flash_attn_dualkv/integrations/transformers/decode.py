@@ -153,8 +153,8 @@ def _offering_tables(stock: Callable[..., None]) -> Callable[..., None]:
             stock(config, cb_config, *args, **kwargs)
             return
         setattr(cb_config, _ON_GPU, config._attn_implementation == NAMES[0])
-        if has_windows(config) and (lacking := _windows_lack(config)):
-            message = explain("model", f"{lacking}, to decode with sliding-window layers", config.model_type)
+        if (expected := _tables_lack(config)) is not None:
+            message = explain("model", expected, config.model_type)
             warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=2)
             cb_config.max_blocks_per_request = 0
         elif cb_config.max_blocks_per_request != 0:
@@ -300,8 +300,16 @@ def has_windows(config: Any) -> bool:
     return getattr(config, "sliding_window", None) is not None if types is None else _SLIDING in types
 
 
+def _tables_lack(config: Any) -> str | None:
+    """What keeps a model from block tables."""
+    if getattr(text_config(config), "num_kv_shared_layers", None):
+        return "keys of its own in each layer, to decode over pages"
+    lacking = _windows_lack(config) if has_windows(config) else None
+    return lacking and f"{lacking}, to decode with sliding-window layers"
+
+
 def _windows_lack(config: Any) -> str | None:
-    """What keeps layers with windows, and so the model, from block tables."""
+    """What keeps layers with windows from block tables."""
     if _ring_class() is None:
         return "transformers 5.18 or newer"
     return _kernels_lack(config, "cuda" if config._attn_implementation == NAMES[0] else "cpu")
@@ -394,6 +402,7 @@ class Rollout:
         self._groups: dict[int, Group] = {}  # by layer
         self._decoded: dict[int, _Decoded] = {}  # by group
         self._tables: dict[int, Tensor] = {}  # nodes of a step with several tokens of a request, by group
+        self._last: tuple[int, Tensor] | None = None  # layer that decoded, and its new keys
 
     def begin(self, batch: Any, positions: Tensor) -> None:
         """Note where training cuts the requests of the step that begins, and positions of its tokens."""
@@ -431,9 +440,19 @@ class Rollout:
             table: (requests, columns).
             offsets: (requests + 1,), of all keys of each request; a request without is padding.
             options: of the layer.
+
+        Raises:
+            SharedPromptUnsupportedError: the layer's keys and values are not what its pages are made for.
         """
         group = self.group_of(layer)
         k_pages, v_pages = (one[: group.num_pages] for one in _pages(self._cache, layer))
+        if k.shape[1:] != k_pages.shape[2:] or v.shape[1:] != v_pages.shape[2:]:
+            expected = f"keys and values of {tuple(k_pages.shape[2:])}, as pages have them by the configuration"
+            raise _unsupported(layer, expected, f"{tuple(k.shape[1:])} and {tuple(v.shape[1:])}")
+        if self._last and self._last[0] == layer and self._last[1].data_ptr() == k.data_ptr():
+            # Differential attention: the values of the second call would be written over the first one's.
+            raise _unsupported(layer, "one attention over its keys", "two")
+        self._last = layer, k
         if layer == group.first_layer:
             self._decoded[group.place] = self._plan(group, k_pages, q.shape[1], table, offsets)
         plan, rows = self._decoded[group.place]
@@ -476,6 +495,8 @@ class Rollout:
             options: of the layer.
         """
         group = self.group_of(layer)
+        if options.window < 0 and group.window:  # a layer whose mask alone would say it
+            options = options._replace(window=group.window - 1)
         if layer == group.first_layer:
             cuts = self._cuts[: len(q_offsets) - 1]
             self._tables[group.place] = cut_sequences(q_offsets, k_offsets, cuts)
@@ -487,6 +508,12 @@ class Rollout:
             softcap=options.softcap,
         )  # fmt: skip
         return ops.attend(q, k, v, self._tables[group.place], made, sinks=options.sinks)[0]
+
+
+def _unsupported(layer: int, expected: str, got: str) -> SharedPromptUnsupportedError:
+    """A layer that cannot decode over pages; stock continuous batching may."""
+    message = explain(f"layer {layer}", f"{expected}, to decode over pages", got)
+    return SharedPromptUnsupportedError(f"{message}; generate without register_decode()")
 
 
 def cut_sequences(q_offsets: Tensor, k_offsets: Tensor, cuts: Tensor) -> Tensor:
@@ -564,6 +591,8 @@ def _attend(
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     table, offsets = batch["block_table"], batch["cu_seq_lens_k"]
     if table is not None:
+        if isinstance(offsets, dict):  # for each kind of layer, from which caches choose
+            raise _unsupported(layer, "keys that it puts into the cache", "those of another layer")
         return rollout.decode(layer, q, k, v, table, offsets, options)[None], None
     return rollout.attend(layer, q, k, v, batch["cu_seq_lens_q"], offsets, options)[None], None
 
