@@ -5,9 +5,9 @@
     python benchmarks/trainers/mismatch_vllm.py        # on GPUs; about a minute for each of five engines
     python benchmarks/report.py                        # the page, of the result files
 
-The training forward is this package's, on shared prompts, of transformers' model. Engines differ in attention, and in
-whether vLLM's other operators are batch-invariant: then both sides take its matrix products. Differences are trainer -
-sampler; k3 is the mean of exp(d) - 1 - d, as losses estimate the KL divergence.
+Training forwards are of transformers' model: this package's on shared prompts, and stock's, of whole sequences on sdpa.
+Engines differ in attention, and in whether vLLM's other operators are batch-invariant: then both sides take its matrix
+products. Differences are trainer - sampler; k3 is the mean of exp(d) - 1 - d, as losses estimate the KL divergence.
 """
 
 from __future__ import annotations
@@ -112,6 +112,28 @@ def training_operators() -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
+def stock_logps(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
+    """Of N responses of one length to each prompt, each in a row with its prompt: (responses, length)."""
+    model.set_attn_implementation("sdpa")
+    found = []
+    for number, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt + one for one in tokens[number * N : (number + 1) * N]], device=model.device)
+        targets = ids[:, len(prompt) :]
+        logits = model(ids, use_cache=False, logits_to_keep=targets.shape[1] + 1).logits[:, :-1].float()
+        found.append(logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0])
+    return torch.cat(found)
+
+
+def differences(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
+    gaps = trainer.double().cpu() - sampler.double()
+    return {
+        "mean": gaps.abs().mean().item(), "largest": gaps.abs().max().item(),
+        "k3": (gaps.exp() - 1.0 - gaps).mean().item(), "equal": (gaps == 0).double().mean().item(),
+        "first_token": gaps[:, 0].abs().mean().item(),
+    }  # fmt: skip
+
+
 def child(settings: dict[str, Any]) -> None:
     """An engine's process: prints differences."""
     engine = Engine(**settings)
@@ -126,13 +148,10 @@ def child(settings: dict[str, Any]) -> None:
         model = copied_model(llm)
         with torch.no_grad(), training_operators():
             logps, _ = shared_prompt_forward(model, batch)
-        gaps = unpack_logprobs(logps, batch).double().cpu() - chances.double()
-        row = {
-            "mean": gaps.abs().mean().item(), "largest": gaps.abs().max().item(),
-            "k3": (gaps.exp() - 1.0 - gaps).mean().item(), "equal": (gaps == 0).double().mean().item(),
-            "first_token": gaps[:, 0].abs().mean().item(), "logprob": chances.mean().item(),
-            "device": torch.cuda.get_device_name(), "vllm": sys.modules["vllm"].__version__,
-        }  # fmt: skip
+            stock = stock_logps(model, prompts, tokens)
+        row: dict[str, Any] = differences(unpack_logprobs(logps, batch), chances)
+        row |= {"stock_trainer": differences(stock, chances), "logprob": chances.mean().item()}
+        row |= {"device": torch.cuda.get_device_name(), "vllm": sys.modules["vllm"].__version__}
         refuse_certain(row["logprob"])
         print(MARK + json.dumps(row), flush=True)
 

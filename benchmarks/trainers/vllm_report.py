@@ -52,13 +52,16 @@ def mismatches_of_vllm(folder: Path) -> str:
         table = pd.DataFrame(
             {
                 "sampler": LABELS[row["who"]],
-                "mean": f"{row['mean']:.1e}",
-                "largest": f"{row['largest']:.1e}",
-                "k3": f"{row['k3']:.1e}",
-                "equal to the bit": f"{100 * row['equal']:.1f}%",
-                "first token, mean": f"{row['first_token']:.1e}",
+                "trainer": trainer,
+                "mean": f"{found['mean']:.1e}",
+                "largest": f"{found['largest']:.1e}",
+                "k3": f"{found['k3']:.1e}",
+                "equal to the bit": f"{100 * found['equal']:.1f}%",
+                "first token, mean": f"{found['first_token']:.1e}",
             }
             for row in rows
+            for trainer, found in (("this library", row), ("stock, on sdpa", row.get("stock_trainer")))
+            if found
         )
         title = f"{header['what']}, vLLM {rows[0]['vllm']}, {header['gpu']}"
         return Section(title, markdown(table), f"Mean log-probability {rows[0]['logprob']:.2f}. ")

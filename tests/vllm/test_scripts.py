@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,8 +18,12 @@ import bench_vllm
 import check_vllm
 import mismatch_vllm
 import pytest
+import torch
 import vllm_report
 import vllm_rig
+from tiny_models import dualkv, tiny_model
+
+from flash_attn_dualkv import pack_shared_prompts, unpack_logprobs
 
 
 def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +96,30 @@ def test_slow_engines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Rows of the engines that did not fail are written, and the page shows them."""
     row = {"mean": 0.5, "largest": 1, "k3": 0, "equal": 0.25, "first_token": 0, "logprob": -3, "vllm": "0.26.0"}
-    engines = Engines(row | {"device": "NVIDIA H200"}, "TRITON_ATTN")
+    engines = Engines(row | {"device": "NVIDIA H200", "stock_trainer": row | {"equal": 0.5}}, "TRITON_ATTN")
     monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
     where = ["--out", str(tmp_path), "--commit", "0123456789abcdef"]
     assert mismatch_vllm.main(["--engines", "triton", "stock", *where]) == 1 and engines.count == 2
     assert "time limit\nit was here" in capsys.readouterr().out
     page = vllm_report.mismatches_of_vllm(tmp_path)
     assert "### qwen3-1.7b, 28 layers, 8 x 4 x 1000 x 256, vLLM 0.26.0, NVIDIA H200" in page
-    assert "| vLLM " in page and "25.0%" in page and "Triton" not in page
+    assert "| vLLM " in page and "25.0%" in page and "50.0%" in page and "Triton" not in page
     assert mismatch_vllm.main(["--engines", "stock", *where]) == 0
+
+
+def test_stock_training_forward() -> None:
+    """Equal to this library's, of whole sequences; differences are of the trainer to the sampler."""
+    dualkv.register()
+    model = tiny_model("qwen3", dtype=torch.float32)
+    prompts, tokens = [[5, 6, 7], [8, 9]], [[1 + one, 2, 3 + one] for one in range(2 * mismatch_vllm.N)]
+    batch = pack_shared_prompts([one for one in prompts for _ in range(mismatch_vllm.N)], tokens)
+    with torch.no_grad():
+        ours = unpack_logprobs(dualkv.shared_prompt_forward(model, batch)[0], batch)
+    stock = mismatch_vllm.stock_logps(model, prompts, tokens)
+    torch.testing.assert_close(stock, ours)
+    found = mismatch_vllm.differences(ours, ours - torch.tensor([0.5, 0.0, 0.0]))
+    assert found["first_token"] == pytest.approx(0.5) and found["mean"] == pytest.approx(0.5 / 3)
+    assert found["equal"] == pytest.approx(2 / 3) and found["k3"] == pytest.approx((math.exp(0.5) - 1.5) / 3)
 
 
 def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
