@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.config import ModelConfig
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from flash_attn_dualkv.integrations.vllm import backend, prompts
@@ -24,6 +26,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
 PAGES, COLUMNS, MAX_REQUESTS, MAX_TOKENS = 64, 12, 8, 128
 DTYPE = torch.bfloat16
 NAME = "model.layers.0.self_attn.attn"
+HAS_RSWA = hasattr(ModelConfig, "rswa_window")
 
 
 @dataclass
@@ -34,6 +37,18 @@ class Request:
     queries: int
     prompt: int
     pages: list[int]
+
+
+def cache_shape() -> tuple[int, ...]:
+    """A layer's cache as vLLM makes it: K and V side by side in each row, or as halves of each page."""
+    shape: Any = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)  # newer versions have one for all backends
+    return shape(PAGES, PAGE, KV_HEADS, HEAD_DIM) if shape else (PAGES, KV_HEADS, PAGE, 2 * HEAD_DIM)
+
+
+def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a layer's cache, (pages, rows, heads, head_dim)."""
+    k, v = cache.unbind(1) if cache.dim() == 5 else cache.transpose(1, 2).split(HEAD_DIM, -1)
+    return k, v
 
 
 @dataclass
@@ -54,7 +69,7 @@ def config(threshold: int = 1, **changes: Any) -> Any:
         speculative = SimpleNamespace(num_speculative_tokens=threshold - 1, parallel_drafting=False)
     made = SimpleNamespace(
         model_config=SimpleNamespace(
-            is_hybrid=False, rswa_window=None, is_mm_prefix_lm=False, get_num_attention_heads=lambda _: HEADS,
+            is_hybrid=False, is_mm_prefix_lm=False, get_num_attention_heads=lambda _: HEADS,
             get_num_kv_heads=lambda _: KV_HEADS, get_head_size=lambda: HEAD_DIM, dtype=DTYPE, max_model_len=1024,
             hf_config=SimpleNamespace(model_type="qwen3"),
         ),
@@ -72,6 +87,8 @@ def config(threshold: int = 1, **changes: Any) -> Any:
         speculative_config=speculative, kernel_config=SimpleNamespace(enable_jit_warmup=False), additional_config={},
         use_v2_model_runner=True,
     )  # fmt: skip
+    if HAS_RSWA:
+        made.model_config.rswa_window = None
     for name, value in changes.items():
         part, _, attribute = name.partition("__")
         if attribute:
@@ -98,8 +115,8 @@ class Layer(torch.nn.Module):
         self.impl = impl
         self.kv_cache_torch_dtype = DTYPE
         self._q_scale = self._k_scale = self._v_scale = torch.ones(1)
-        # vLLM's: (blocks, heads, rows, K and V side by side), of which NaN shows what is read too much.
-        self.kv_cache = torch.full((PAGES, KV_HEADS, PAGE, 2 * HEAD_DIM), torch.nan, dtype=DTYPE)
+        # NaN shows what is read too much.
+        self.kv_cache = torch.full(cache_shape(), torch.nan, dtype=DTYPE)
 
 
 def builder(layer: Layer, vllm_config: Any | None = None) -> Any:
@@ -139,22 +156,23 @@ def fill(layer: Layer, requests: list[Request], seed: int = 0) -> None:
     """Keys and values of the requests, in their pages; equal pages get equal ones."""
     draw = torch.Generator().manual_seed(seed)
     for page in sorted({page for one in requests for page in one.pages}):
-        layer.kv_cache[page] = torch.randn(KV_HEADS, PAGE, 2 * HEAD_DIM, generator=draw).to(DTYPE)
+        layer.kv_cache[page] = torch.randn(layer.kv_cache.shape[1:], generator=draw).to(DTYPE)
     for one in requests:  # behind a request's last key there is nothing
         last, rows = divmod(one.keys, PAGE)
         if rows and not any(one.pages[last] in other.pages for other in requests if other is not one):
-            layer.kv_cache[one.pages[last], :, rows:] = torch.nan
+            for half in halves(layer.kv_cache):
+                half[one.pages[last], rows:] = torch.nan
 
 
 def plain(
-    q: Tensor, cache: Tensor, request: Request, scale: float, window: int = -1, softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, request: Request, scale: float, window: int = -1,
+    softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of a request's rows, in float64."""
     positions = torch.arange(request.keys)
     pages = torch.tensor(request.pages)[positions // PAGE]
-    found = cache[pages, :, positions % PAGE].double()  # (keys, KV heads, K and V)
-    k, v = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in found.split(HEAD_DIM, -1))
+    found = (cache[pages, positions % PAGE].double() for cache in (k_cache, v_cache))  # (keys, KV heads, head_dim)
+    k, v = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in found)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     if softcap:
         scores = softcap * (scores / softcap).tanh()
@@ -172,13 +190,13 @@ def flash_attention(calls: Calls) -> Any:
     def flash_attn_varlen_func(**call: Any) -> Tensor:
         q, offsets, keys = call["q"], call["cu_seqlens_q"].tolist(), call["seqused_k"].tolist()
         calls.rows.append(len(q))
-        cache = torch.cat((call["k"], call["v"]), -1).transpose(1, 2)
         window = (call["window_size"] or (-1, -1))[0]
         for row, count in enumerate(keys):
             begin, end = offsets[row : row + 2]
             request = Request(count, end - begin, 0, call["block_table"][row].tolist())
             if end > begin:
-                call["out"][begin:end] = plain(q[begin:end], cache, request, call["softmax_scale"], window).to(DTYPE)
+                some = plain(q[begin:end], call["k"], call["v"], request, call["softmax_scale"], window)
+                call["out"][begin:end] = some.to(DTYPE)
         assert call["softcap"] == 0 and call["alibi_slopes"] is None
         out: Tensor = call["out"]
         return out

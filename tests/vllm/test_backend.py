@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 from vllm.v1.worker import gpu_input_batch, gpu_model_runner
 from vllm.v1.worker.gpu import input_batch, model_runner, states
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode import speculator
 from vllm.v1.worker.utils import AttentionGroup
 from vllm_steps import Calls, Layer, Request
@@ -32,7 +35,7 @@ from vllm_steps import Calls, Layer, Request
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations.replacing import stock_of
-from flash_attn_dualkv.integrations.vllm import backend, log, prompts, sharing
+from flash_attn_dualkv.integrations.vllm import backend, log, prompts, sharing, versions
 from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
 from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
 
@@ -69,7 +72,7 @@ def run(layer: Layer, builder: Any, requests: list[Request], padded: int | None 
     row, impl = 0, layer.impl
     options = impl.scale, impl.sliding_window[0], impl.logits_soft_cap, impl.sinks
     for one in requests:
-        expected = steps.plain(q[row : row + one.queries], layer.kv_cache, one, *options)
+        expected = steps.plain(q[row : row + one.queries], *steps.halves(layer.kv_cache), one, *options)
         torch.testing.assert_close(out[row : row + one.queries].double(), expected, atol=2e-2, rtol=2e-2)
         row += one.queries
     assert not out[row:].any() and not out.isnan().any()
@@ -135,10 +138,22 @@ def test_other_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     plugin.register()  # does nothing to who does not ask for it
     try:
-        with pytest.raises(SharedPromptUnsupportedError, match=f"vllm: expected 0.26.x or 0.33.x .*, got {version}"):
+        with pytest.raises(SharedPromptUnsupportedError, match=f"vllm: expected 0.24.x or 0.26.x or 0.33.x .*, got {version}"):
             AttentionBackendEnum.CUSTOM.get_class()
     finally:
         AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_what_versions_differ_in() -> None:
+    """The table says of the installed version what its code says."""
+    found = versions.installed()
+    assert found.packs_halves == (len(steps.cache_shape()) == 4) and found.has_rswa == steps.HAS_RSWA
+    assert found.keeps_captures == ("attn_states" in steps.parameters(speculator.DraftModelSpeculator.capture))
+    assert found.keeps_captures == (found is versions.SUPPORTED["0.24"])
+    cache = torch.arange(math.prod(steps.cache_shape())).view(steps.cache_shape())
+    k, v = found.keys_and_values(cache, steps.HEAD_DIM)
+    assert k.shape == v.shape == (steps.PAGES, steps.PAGE, steps.KV_HEADS, steps.HEAD_DIM)
+    assert all(torch.equal(one, other) for one, other in zip((k, v), steps.halves(cache)))
 
 
 def test_signatures() -> None:
@@ -163,6 +178,16 @@ def test_decoding(calls: Calls) -> None:
     assert builder._sharing.statistics.steps == {"decode": 2}
 
 
+def test_memory_layouts(calls: Calls) -> None:
+    """Heads in front of rows or behind them, as vLLM's VLLM_KV_CACHE_LAYOUT has it: views of one shape."""
+    layer = Layer()
+    heads_and_rows = (-3, -2)
+    layer.kv_cache = layer.kv_cache.transpose(*heads_and_rows).contiguous().transpose(*heads_and_rows)
+    assert not layer.kv_cache.is_contiguous()
+    run(layer, steps.builder(layer), [*DECODING, *PREFILL])
+    assert calls.rows == [42]
+
+
 def test_mixed_steps(calls: Calls) -> None:
     layer = Layer()
     run(layer, builder := steps.builder(layer), [*DECODING, *PREFILL])
@@ -175,7 +200,7 @@ def test_mixed_steps(calls: Calls) -> None:
 
 def test_speculation(calls: Calls) -> None:
     layer = Layer()
-    builder = steps.builder(layer, steps.config(threshold=4))
+    builder = steps.builder(layer, steps.config(threshold=4, use_v2_model_runner=False))
     assert builder.reorder_batch_threshold == 4
     some = [Request(one.keys, 1 + row % 4, one.prompt, one.pages) for row, one in enumerate(DECODING)]
     run(layer, builder, [*some, *PREFILL])
@@ -234,7 +259,7 @@ def test_checked_contents_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dual batch overlap", {"parallel__use_ubatching": True}, {}),
         ("fast prefill", {"cache__kv_sharing_fast_prefill": True}, {}),
         ("a hybrid", {"model__is_hybrid": True}, {}),
-        ("reference sliding windows", {"model__rswa_window": 4}, {}),
+        *[("reference sliding windows", {"model__rswa_window": 4}, {})] * steps.HAS_RSWA,
         ("in both directions", {"model__is_mm_prefix_lm": True}, {}),
         ("more than 4096 requests", {"scheduler__max_num_seqs": 5000}, {}),
         ("ALiBi", {}, {"alibi_slopes": [1.0]}),
@@ -255,13 +280,33 @@ def test_stock_steps(calls: Calls) -> None:
     layer.impl.kv_cache_dtype = "auto"
     layer = Layer()
     builder = steps.builder(layer)
-    run(layer, builder, DECODING, is_prefilling=None)  # as draft models are built
+    run(layer, builder, DECODING, positions=None)  # as draft models are built
     common = steps.metadata(DECODING)
     assert not hasattr(builder.build_for_drafting(common, 0), backend._SHARED)
     assert hasattr(builder.build(0, common), backend._SHARED)
     assert not hasattr(builder.build(0, steps.metadata(DECODING, causal=False)), backend._SHARED)
     assert calls.rows == [6]
     assert not builder.use_cascade_attention()
+
+
+def test_requests_that_vllm_divides() -> None:
+    """Chunks of local attention are rows of other block tables, whose requests are not the step's."""
+    builder = steps.builder(Layer())
+    chunks, _ = make_local_attention_virtual_batches(32, steps.metadata([*DECODING, *PREFILL]), steps.PAGE)
+    assert chunks.num_reqs > len(DECODING) + len(PREFILL)
+    assert not hasattr(builder.build(0, chunks), backend._SHARED)
+    assert builder._sharing.statistics.stock == {"a draft model, or requests that vLLM divides": 1}
+
+
+def test_drafts_of_the_second_runner() -> None:
+    """Where it keeps metadata of captures for the draft model, no step has a plan; the first runner's have."""
+    keeps = versions.installed().keeps_captures
+    for speculates in (False, True):
+        for second in (False, True):
+            made = steps.config(threshold=1 + speculates, use_v2_model_runner=second)
+            reason = backend.why_stock(made, {"layer": Layer()})
+            assert (reason is None) == (not (keeps and speculates and second))
+            assert reason is None or "VLLM_USE_V2_MODEL_RUNNER=0" in reason
 
 
 def test_what_kernels_lack(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +347,7 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_build_attn_metadata(calls: Calls) -> None:
     """Metadata as vLLM's second model runner has it built, with padded requests, also for a capture."""
+    assert "positions=input_batch.positions" in inspect.getsource(DefaultModelState.prepare_attn)
     layer = Layer()
     builder = steps.builder(layer)
     group = AttentionGroup(backend.SharedPrefixBackend, [steps.NAME], builder.kv_cache_spec, 0)
@@ -320,7 +366,7 @@ def test_build_attn_metadata(calls: Calls) -> None:
             block_tables=[common.block_table_tensor],
             slot_mappings=common.slot_mapping[None],
             kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
-            is_prefilling=common.is_prefilling,
+            positions=common.positions,
             for_cudagraph_capture=capture,
         )
         shared = getattr(found[steps.NAME], backend._SHARED)
@@ -361,9 +407,11 @@ def test_drafts_are_vllms_own(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> 
     group.metadata_builders, another.metadata_builders = [draft], [SimpleNamespace()]
     monkeypatch.setattr(speculator, "init_attn_backend", lambda *_, **__: ([[group], [another]], None, None))
     runs = SimpleNamespace(
-        attn_vllm_config=None, device=None, draft_attn_layer_names=set(), _configure_decode_metadata_update=lambda: None
-    )
-    speculator.DraftModelSpeculator.set_attn(runs, None, None, None, None, None)
+        vllm_config=None, attn_vllm_config=None, device=None, draft_attn_layer_names=set(),
+        _configure_decode_metadata_update=lambda: None,
+    )  # fmt: skip
+    given = [None] * (len(steps.parameters(speculator.DraftModelSpeculator.set_attn)) - 1)  # fewer before 0.26
+    speculator.DraftModelSpeculator.set_attn(runs, *given)
     common = steps.metadata(DECODING)
     for build in (draft.build_for_cudagraph_capture, lambda one: draft.build(0, one)):
         assert not hasattr(build(common), backend._SHARED)

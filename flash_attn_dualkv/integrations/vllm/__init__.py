@@ -7,7 +7,7 @@
 are all, as vLLM loads this plug-in where the package is installed. DUALKV_VLLM=1 in the environment
 is the same for trainers that make their own engine. docs/rollouts.md: options, metrics, and limits.
 
-Made for vLLM 0.26 and 0.33.
+Made for vLLM 0.24, 0.26 and 0.33: versions.py says what differs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import importlib
 from typing import Any
 
 from .selection import install as install_selection
-from .versions import check_version
+from .versions import installed
 
 __all__ = ["SharedPrefixBackend", "register"]
 
@@ -44,6 +44,6 @@ def __getattr__(name: str) -> Any:
     """The backend, which imports vLLM's: an engine takes it before the first forward, which may be compiled."""
     if name != "SharedPrefixBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_version()
+    installed()
     importlib.import_module(f"{__name__}.norms").install()
     return importlib.import_module(f"{__name__}.backend").SharedPrefixBackend

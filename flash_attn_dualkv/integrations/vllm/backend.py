@@ -25,7 +25,9 @@ from ...decode.calls import MOST_REQUESTS
 from . import prompts
 from .settings import read_settings
 from .sharing import Geometry, Shared, Sharing
+from .versions import installed
 
+_VERSION = installed()
 _SHARED = "dualkv_shared"  # of a step's metadata
 _PROMPTS = "dualkv_prompts"  # of a step's metadata: the metadata of the requests behind those that decode
 
@@ -97,7 +99,7 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _unplanned(self, common: Any) -> str | None:
         """Why a step has no plan."""
-        if self._is_drafting or common.is_prefilling is None:
+        if self._is_drafting or common.positions is None:  # runners give a target's steps their positions
             return "a draft model, or requests that vLLM divides"
         if common.causal is not True:
             return "attention that is not causal"
@@ -124,17 +126,16 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
 def requests_behind(common: Any, shared: Shared) -> Any:
     """vLLM's CommonAttentionMetadata of the requests behind those of the plan."""
     rows, first = common.num_reqs, shared.requests
-    of_requests = ("seq_lens", "block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling", "rswa_prefix_lens")
+    of_requests = ("seq_lens", "block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling")
     new: dict[str, Any] = {one.name: None for one in dataclasses.fields(common) if one.name.startswith("_")}
     new |= {name: value[first:rows] for name in of_requests if (value := getattr(common, name)) is not None}
-    if common.positions is not None:
-        new["positions"] = common.positions[shared.tokens :]
     return common.replace(
         query_start_loc=common.query_start_loc[first : rows + 1] - shared.tokens,
         query_start_loc_cpu=common.query_start_loc_cpu[first : rows + 1] - shared.tokens,
         slot_mapping=common.slot_mapping[shared.tokens :],
         num_reqs=shared.behind,
         num_actual_tokens=common.num_actual_tokens - shared.tokens,
+        positions=common.positions[shared.tokens :],
         **new,
     )
 
@@ -151,7 +152,7 @@ class SharedPrefixImpl(FlashAttentionImpl):
         scales = output_scale, output_block_scale
         if shared is None or scales != (None, None):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        k, v = _VERSION.keys_and_values(kv_cache, self.head_size)
         tokens = shared.tokens
         shared_prefix_decode(
             query[:tokens], k, v, shared.plan, softmax_scale=self.scale, window_size=self.sliding_window,
@@ -172,10 +173,13 @@ def why_stock(vllm_config: Any, layers: dict[str, Any]) -> str | None:
         ("steps in two halves (dual batch overlap)", parallel.use_ubatching),
         ("fast prefill of layers that share keys", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("a hybrid of attention and other mixers", model.is_hybrid),
-        ("reference sliding windows", model.rswa_window is not None),
+        ("reference sliding windows", _VERSION.has_rswa and model.rswa_window is not None),
         ("attention to images in both directions", model.is_mm_prefix_lm),
         (f"more than {MOST_REQUESTS} requests", vllm_config.scheduler_config.max_num_seqs > MOST_REQUESTS),
     ]
+    if _VERSION.keeps_captures and vllm_config.use_v2_model_runner:
+        reason = "a draft model in vLLM's second model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the first one)"
+        found.append((reason, vllm_config.speculative_config is not None))
     sizes = set()
     for layer in layers.values():
         impl, dtype = layer.impl, layer.kv_cache_torch_dtype

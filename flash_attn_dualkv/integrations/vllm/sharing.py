@@ -22,6 +22,7 @@ from . import prompts
 from .log import say_once
 from .settings import Settings
 from .statistics import Statistics
+from .versions import installed
 
 _NOWHERE = np.iinfo(np.int32).max  # a request that is not cut
 
@@ -117,7 +118,8 @@ class Sharing:
         """The plan for block tables of so many columns; None if the kernels lack what it needs."""
         if self._plan is None and self.lacking is None:
             geometry = self.geometry
-            pages, _, page_size, _ = next(iter(self._layers.values())).kv_cache.shape
+            cache = next(iter(self._layers.values())).kv_cache
+            pages, page_size, _, _ = installed().keys_and_values(cache, geometry.head_dim)[0].shape
             if page_size % PAGE_ROWS:
                 self.refuse(f"pages of {page_size} tokens")
                 return None
