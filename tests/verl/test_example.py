@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import Qwen3Config
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.flops_counter import FlopsCounter
+from verl.workers.config import RolloutConfig
 
 from flash_attn_dualkv.integrations.fallback import ENVIRONMENT, PREFIX, VERL_REASONS, Options
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
@@ -75,6 +77,19 @@ def test_settings_of_the_page() -> None:
     for one in set(settings) - set(given):
         assert OmegaConf.select(config, one.lstrip("+"), default="not there") != "not there", one
     assert configuration(given)
+
+
+def test_rollouts_on_this_package() -> None:
+    """The line of both pages is in what verl hands to vLLM, whose version the page names."""
+    line = "+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM"
+    rollouts = (ROOT / "docs/rollouts.md").read_text(encoding="utf-8")
+    assert f"`{line}`" in PAGE and line in rollouts
+    rollout = omega_conf_to_dataclass(configuration([line]).actor_rollout_ref.rollout)
+    assert isinstance(rollout, RolloutConfig) and rollout.name == "vllm"
+    assert rollout.engine_kwargs["vllm"] == {"attention_backend": "CUSTOM"}
+    (pinned,) = (one for one in requires("verl") or () if re.match(r"vllm\b", one))
+    version = re.match(r"vllm==([\d.]+)", pinned)
+    assert version and f"| verl {verl.__version__}, `verl[vllm]` | {version[1]} |" in rollouts, pinned
 
 
 def test_the_page_has_all_options_reasons_and_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

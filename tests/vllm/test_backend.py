@@ -21,9 +21,8 @@ import vllm_steps as steps
 from vllm.model_executor.layers import layernorm
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends import flash_attn, utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 from vllm.v1.worker import gpu_input_batch, gpu_model_runner
 from vllm.v1.worker.gpu import input_batch, model_runner, states
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
@@ -138,7 +137,7 @@ def test_other_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     plugin.register()  # does nothing to who does not ask for it
     try:
-        with pytest.raises(SharedPromptUnsupportedError, match=f"vllm: expected 0.24.x or 0.26.x or 0.33.x .*, got {version}"):
+        with pytest.raises(SharedPromptUnsupportedError, match=rf"0\.24\.x or .* or 0\.33\.x for .*, got {version}"):
             AttentionBackendEnum.CUSTOM.get_class()
     finally:
         AttentionBackendEnum.CUSTOM.clear_override()
@@ -289,10 +288,11 @@ def test_stock_steps(calls: Calls) -> None:
     assert not builder.use_cascade_attention()
 
 
-def test_requests_that_vllm_divides() -> None:
+def test_requests_that_vllm_divides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of local attention are rows of other block tables, whose requests are not the step's."""
+    monkeypatch.setattr(utils, "async_tensor_h2d", lambda data, *_, **__: torch.as_tensor(data))  # pins memory
     builder = steps.builder(Layer())
-    chunks, _ = make_local_attention_virtual_batches(32, steps.metadata([*DECODING, *PREFILL]), steps.PAGE)
+    chunks, _ = utils.make_local_attention_virtual_batches(32, steps.metadata([*DECODING, *PREFILL]), steps.PAGE)
     assert chunks.num_reqs > len(DECODING) + len(PREFILL)
     assert not hasattr(builder.build(0, chunks), backend._SHARED)
     assert builder._sharing.statistics.stock == {"a draft model, or requests that vLLM divides": 1}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The norm behind a residual in vLLM's batch-invariant mode, so that its bits depend on its row alone.
 
-vLLM gives a row 1024 threads among fewer than 256 rows and 256 among more, in that mode, too: its sum
-then has another order, and so do the bits of everything behind it.
+vLLM 0.26 gives a row 1024 threads among fewer than 256 rows and 256 among more, in that mode, too: its sum
+then has another order, and so do the bits of everything behind it. 0.24 and 0.33 call the same operator.
 """
 
 from __future__ import annotations
