@@ -83,8 +83,11 @@ def test_rollouts_on_this_package() -> None:
     """The line of both pages is in what verl hands to vLLM, whose version the page names."""
     line = "+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM"
     rollouts = (ROOT / "docs/rollouts.md").read_text(encoding="utf-8")
-    assert f"`{line}`" in PAGE and line in rollouts
-    rollout = omega_conf_to_dataclass(configuration([line]).actor_rollout_ref.rollout)
+    assert f"`{line}`" in PAGE
+    (command,) = re.findall(r"python -m verl.trainer.main_ppo ((?:.*\\\n)*.*) \.\.\.\n", rollouts)
+    given = command.replace("\\\n", " ").split()
+    assert line in given
+    rollout = omega_conf_to_dataclass(configuration(given).actor_rollout_ref.rollout)
     assert isinstance(rollout, RolloutConfig) and rollout.name == "vllm"
     assert rollout.engine_kwargs["vllm"] == {"attention_backend": "CUSTOM"}
     (pinned,) = (one for one in requires("verl") or () if re.match(r"vllm\b", one))
