@@ -206,7 +206,7 @@ def append_by_loop(new: Tensor, cache: Tensor, table: Tensor, lengths: list[int]
     return expected
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND", "side by side"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "halves", "side by side"])
 @pytest.mark.parametrize("case", ["ragged", "each two", "some dropped", "all dropped"])
 def test_append(layout: str, case: str) -> None:
     step = forest(6, layout=layout, page_size=48, most_pages=2)

@@ -26,6 +26,8 @@ def pages_of(pages: int, page_size: int, heads: int, head_dim: int, layout: str,
         return [
             torch.full((pages, heads, page_size, head_dim), torch.nan, dtype=dtype).transpose(1, 2) for _ in range(2)
         ]
+    if layout == "halves":
+        return list(torch.full((pages, 2, page_size, heads, head_dim), torch.nan, dtype=dtype).unbind(1))
     together = torch.full((pages, heads, page_size, 2 * head_dim), torch.nan, dtype=dtype).transpose(1, 2)
     return [together[..., :head_dim], together[..., head_dim:]]
 

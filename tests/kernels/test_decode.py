@@ -23,7 +23,7 @@ HEADS = {64: (8, 2), 128: (4, 4), 256: (5, 1)}
 CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
     (64, 16, "NHD", 1, torch.bfloat16, {}),
     (64, 48, "HND", 3, torch.float16, {"softcap": 5.0}),
-    (64, 256, "side by side", 2, torch.bfloat16, {"window": 70}),
+    (64, 256, "halves", 2, torch.bfloat16, {"window": 70}),
     (128, 16, "side by side", 4, torch.bfloat16, {"sinks": True}),
     (128, 48, "NHD", 1, torch.float16, {"window": 40, "sinks": True}),
     (128, 16, "HND", 20, torch.bfloat16, {"scale": 0.5}),
