@@ -283,7 +283,6 @@ class Session:
 
     def infer(self) -> dict[str, list[Tensor]]:
         """Values of response tokens, of all ranks' samples."""
-        from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import no_padding_2_padding
 
         v0 = {"calculate_sum_pi_squared": False} if self.case.trainer == "v0" else {}
@@ -297,7 +296,7 @@ class Session:
             mine = {name: [*no_padding_2_padding(output[name], data).float().cpu()] for name in names}
             if "routed_experts" in output:
                 mine["routed_experts"] = [*output["routed_experts"].unbind()]
-            self.found.infer_metrics.append(_numbers(tu.get(output, "metrics")))
+        self.found.infer_metrics.append(self._metrics(output))
         parts = [part for part in self.group.every(mine) if part is not None]
         whole = {}
         for name in parts[0]:
@@ -311,8 +310,6 @@ class Session:
         return whole
 
     def update(self) -> None:
-        from verl.utils import tensordict_utils as tu
-
         actor = self.config.actor_rollout_ref.actor
         mini = len(self.samples) // self.case.minis
         v0 = {"compute_loss": True, "multi_turn": False} if self.case.trainer == "v0" else {}
@@ -333,8 +330,15 @@ class Session:
         output, seconds, memory = self._timed("update", self.group.share(data))
         self.found.update_s.append(seconds)
         self.found.update_gib = max(self.found.update_gib, memory)
-        if output is not None:
-            self.found.metrics.append(_numbers(tu.get(output, "metrics")))
+        self.found.metrics.append(self._metrics(output))
+
+    def _metrics(self, output: Any) -> dict[str, Any]:
+        """Those of the first rank that has some: in a pipeline it is one of the last stage."""
+        from verl.utils import tensordict_utils as tu
+
+        mine = None if output is None else _numbers(tu.get(output, "metrics"))
+        found: dict[str, Any] = next(one for one in self.group.every(mine) if one is not None)
+        return found
 
     def _timed(self, kind: str, data: Any) -> tuple[Any, float, float]:
         """The output, and of the slowest rank seconds and peak memory in GiB."""

@@ -100,18 +100,17 @@ def below(tree: PrefixTree, tops: Sequence[int]) -> list[list[int]]:
 
 
 def on_equal_terms(
-    fill: Callable[[], tuple[list[list[int]], Sequence[Sequence[int]]]], dp_group: Any
+    fill: Callable[[], tuple[list[list[int]], Sequence[Sequence[int]]]], dp_group: Any, multiple: int = 1
 ) -> list[list[int]]:
     """The micro-batches that `fill` gives; with dp_group, equally many on all ranks, and an error on all of them.
 
     Args:
         fill: gives micro-batches, and the groups between which they should be divided further.
         dp_group: of torch.distributed, or None.
+        multiple: their number is one of it, as pipelines of virtual stages want it.
     """
-    if dp_group is None:
-        return fill()[0]
     is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not is_running or not isinstance(dp_group, torch.distributed.ProcessGroup):
+    if dp_group is not None and not (is_running and isinstance(dp_group, torch.distributed.ProcessGroup)):
         expected = "a process group of an initialised torch.distributed, or None"
         raise SharedPromptTypeError(explain("dp_group", expected, checks.describe(dp_group)))
     micro_batches: list[list[int]] = []
@@ -121,14 +120,17 @@ def on_equal_terms(
     try:
         micro_batches, groups = fill()
     except SharedPromptError as own:
+        if dp_group is None:
+            raise
         error = str(own)  # the other ranks wait for this one
     numbers = len(micro_batches), -sum(map(len, micro_batches)), error is not None
     wanted, fewest, failed = largest_of_ranks(numbers, dp_group)
     if failed:
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
+    wanted = -(-wanted // multiple) * multiple
     if wanted > -fewest:
-        expected = f"at least {wanted} samples on each rank, as many as another has micro-batches"
-        raise SharedPromptError(explain("groups", expected, -fewest))
+        why = "as many as another has micro-batches" if multiple == 1 else f"for micro-batches in multiples of {multiple}"
+        raise SharedPromptError(explain("groups", f"at least {wanted} samples on each rank, {why}", -fewest))
     return _split_further(micro_batches, groups, wanted)
 
 

@@ -208,5 +208,6 @@ LOSSES = ["loss", "grad_norm", "actor/pg_loss", "kl_loss", "actor/entropy_loss",
 
 def check_shared(stock: Found, ours: Found, least_ratio: float = 1.2) -> None:
     check_equal(stock, ours)
+    assert ours.infer_metrics
     for metrics in (*ours.infer_metrics, *ours.metrics):
         assert metrics["shared_prompt/dedup_ratio"] > least_ratio

@@ -106,8 +106,8 @@ EXPERTS = tuple(
 )
 
 
-def routed(name: str, *overrides: str, mode: str = "R2", **settings: Any) -> Case:
-    model = Model("qwen3_moe", experts=4, experts_per_token=2)
+def routed(name: str, *overrides: str, mode: str = "R2", layers: int = 2, **settings: Any) -> Case:
+    model = Model("qwen3_moe", layers=layers, experts=4, experts_per_token=2)
     replay = f"{ENGINE}.router_replay.mode={mode}"
     return case(f"{mode}, {name}", *EXPERTS, replay, *overrides, model=model, **settings)
 
@@ -131,6 +131,25 @@ REPLAYED_ON_RANKS = [
     routed("2 ranks", mode="R3", batch=Routed(prompts=4)),
     routed("tensor", *divided("tensor"), sp=2, **R3),
     routed("pipeline, recomputed", *divided("pipeline"), *RECOMPUTED, sp=2, tokens=100, **R3),
+]
+# Two stages of two virtual ones each.
+DEEP = Model(layers=4)
+
+
+def virtual(role: str = ACTOR) -> tuple[str, ...]:
+    sizes = ("pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2")
+    return tuple(f"{role}.megatron.{size}" for size in sizes)
+
+
+VIRTUAL = [
+    case("virtual stages", *virtual(), sp=2, tokens=100, model=DEEP),
+    case("virtual stages, several prompts, any order", *virtual(), sp=2, tokens=150, batch=UNEQUAL, model=DEEP),
+    case("virtual stages, two micro-batches of one", *virtual(), sp=2, tokens=1000, model=DEEP),
+    case("virtual stages, fixed", *virtual(), sp=2, micro=3, batch=UNEQUAL, model=DEEP),
+    case("virtual stages, recomputed", *virtual(), *RECOMPUTED, sp=2, tokens=100, model=DEEP),
+    case("virtual stages, critic", *virtual("critic"), sp=2, role="critic", model=DEEP),
+    routed("virtual stages", *virtual(), sp=2, tokens=100, layers=4),
+    routed("virtual stages", *virtual(), *RECOMPUTED, mode="R3", sp=2, tokens=100, layers=4, batch=Routed(layers=4)),
 ]
 REPLAYED_IN_CONTEXT = [routed("context", *divided("context"), sp=2), routed("context", *divided("context"), sp=2, **R3)]
 DIVIDED = [*CONTEXT, *REPLAYED_IN_CONTEXT]

@@ -58,8 +58,6 @@ class _SharedPrompts(SharedPrompts):
     def _attach(self) -> str | None:
         """Let the model take layouts; or why it does not."""
         config, model = self.engine_config, self.model_config
-        if (config.virtual_pipeline_model_parallel_size or 1) > 1:
-            return "virtual_pipeline_model_parallel_size: micro-batches do not come in multiples of its groups"
         if config.dynamic_context_parallel:
             return "dynamic_context_parallel: verl divides each micro-batch by itself"
         if config.use_fused_kernels:
@@ -125,10 +123,13 @@ class _SharedPrompts(SharedPrompts):
             return run_stock(batch_iter)
         micro_batch = next(batch_iter).to(get_device_id())
         found = self._batch_of(micro_batch)
+        is_first = model is self.module[0]  # of virtual stages, each of which gets the micro-batch
         if isinstance(found, str):
-            self._count_stock(micro_batch, found)
+            if is_first:
+                self._count_stock(micro_batch, found)
             return run_stock(iter([micro_batch]))
-        self.statistics.count_shared(found, unread=0)
+        if is_first:
+            self.statistics.count_shared(found, unread=0)
         with self._replay(model, found, micro_batch):
             output = self._output(model, found, micro_batch)
         return output, functools.partial(postprocess_micro_batch_func, data=micro_batch)

@@ -269,6 +269,7 @@ def grouped_micro_batches(
     reason: str | None,
     apart: Sequence[int] = (),
     kinds: Kinds | None = None,
+    multiple: int = 1,
 ) -> Grouped | None:
     """Micro-batches by unique tokens; None where verl's own are to be used, on all ranks alike.
 
@@ -279,6 +280,7 @@ def grouped_micro_batches(
         reason: why nothing of it can be shared, if so.
         apart: samples that come last, in micro-batches of their own where these are dynamic.
         kinds: see `packed_batch`.
+        multiple: dynamic micro-batches are as many as one of it; of fixed ones verl's engine checks that.
     """
     groups: list[list[int]] = []
     singles = [[index] for index in apart]
@@ -320,13 +322,13 @@ def grouped_micro_batches(
         return parts[0] + parts[1], groups + singles
 
     try:
-        parts = on_equal_terms(fill, dp_group)
+        parts = on_equal_terms(fill, dp_group, multiple)
     except SharedPromptError as error:
         settings = (
             "ppo_max_token_len_per_gpu (of log-probabilities log_prob_max_token_len_per_gpu, of critics "
             "ppo_infer_max_token_len_per_gpu), times the sequence-parallel ranks"
         )
-        raise ValueError(f"{settings}, must hold the longest sequence: {error}") from None
+        raise ValueError(f"{settings}, must hold the longest sequence, and each rank enough of them: {error}") from None
     micro_batches = [tu.index_select_tensor_dict(data, part) for part in parts]
     for micro_batch, part in zip(micro_batches, parts):
         borders = () if tree is None else tuple(tree.borders[index] for index in part)

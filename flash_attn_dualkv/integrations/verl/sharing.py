@@ -177,15 +177,15 @@ class SharedPrompts:
         fits = self.budget is None or batch.num_replicated_tokens <= self.budget
         return batch.dedup_ratio >= self.options.min_dedup_ratio or not fits
 
-    def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
-        """Micro-batches and their samples' indices, as verl's function gives them."""
+    def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any], multiple: int = 1) -> Any:
+        """Micro-batches, a multiple of so many, and their samples' indices, as verl's function gives them."""
         self.budget = None
         apart = self._apart(data)
         reason = self._why_not(data, apart)
         kinds = self._kinds(data) if reason is None else None
         if kinds is not None:
             self._count_divided(kinds.divided_prompts(Lengths.of(data).prompts))
-        found = grouped_micro_batches(data, dp_group, self.options, reason, apart, kinds)
+        found = grouped_micro_batches(data, dp_group, self.options, reason, apart, kinds, multiple)
         if found is None:
             return stock()
         self.budget, self.order = found.budget, found.order or []
@@ -210,9 +210,11 @@ def _prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Micro-batches of the engine that runs, if one does."""
 
     def prepare_micro_batches(data: TensorDict, dp_group: Any = None, **options: Any) -> Any:
+        run_stock = functools.partial(stock, data=data, dp_group=dp_group, **options)
         engine = _running.get()
         if engine is None:
-            return stock(data=data, dp_group=dp_group, **options)
-        return engine.micro_batches(data, dp_group, lambda: stock(data=data, dp_group=dp_group, **options))
+            return run_stock()
+        # Virtual stages of Megatron's take micro-batches in groups.
+        return engine.micro_batches(data, dp_group, run_stock, options.get("num_batches_divided_by") or 1)
 
     return prepare_micro_batches
