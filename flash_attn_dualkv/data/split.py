@@ -129,8 +129,9 @@ def on_equal_terms(
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
     wanted = -(-wanted // multiple) * multiple
     if wanted > -fewest:
-        why = "as many as another has micro-batches" if multiple == 1 else f"for micro-batches in multiples of {multiple}"
-        raise SharedPromptError(explain("groups", f"at least {wanted} samples on each rank, {why}", -fewest))
+        expected = f"at least {wanted} samples on each rank, as many as another has micro-batches"
+        in_multiples = f", in multiples of {multiple}" if multiple > 1 else ""
+        raise SharedPromptError(explain("groups", f"{expected}{in_multiples}", -fewest))
     return _split_further(micro_batches, groups, wanted)
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from core_time import least_time
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from flash_attn_dualkv import (
     split_by_token_budget,
 )
 from flash_attn_dualkv.data.samples import groups_of
+from flash_attn_dualkv.data.split import on_equal_terms
 
 
 def packed_tokens(chosen: Sequence[int], prompts: Lists, responses: Lists) -> int:
@@ -82,6 +84,12 @@ def _budget_on_rank(rank: int, results: Any) -> None:
     split("tree", (100, 7), group_by_prefix(SEQUENCES, min_shared=1))
     split("budget of a tree", (100, 2), group_by_prefix(SEQUENCES))
     split("sequences of a tree", (1, 1), group_by_prefix([[1], [2], [3]][: 3 - 2 * rank]))
+    for multiple in (4, 8):
+        own = [[0, 1, 2], [3, 4], [5]] if rank else [[0, 1, 2, 3, 4]]
+        try:
+            results[rank, multiple] = on_equal_terms(lambda: (own, [[0, 1, 2], [3], [4], [5]]), group, multiple)  # noqa: B023
+        except SharedPromptError as error:
+            results[rank, multiple] = str(error)
 
 
 def test_equally_many_micro_batches_on_every_rank() -> None:
@@ -97,6 +105,23 @@ def test_equally_many_micro_batches_on_every_rank() -> None:
         assert "one that cannot" in results[0, name] and f"at least {least}" in results[1, name]
     for name, least in (("samples", 4), ("sequences of a tree", 3)):
         assert all(f"at least {least} samples on each rank" in results[rank, name] for rank in (0, 1))
+    assert all(len(results[rank, 4]) == 4 for rank in (0, 1))
+    assert sorted(results[1, 4]) == [[0, 1, 2], [3], [4], [5]]
+    for rank in (0, 1):
+        assert "at least 8 samples on each rank" in results[rank, 8] and "in multiples of 8, got 5" in results[rank, 8]
+
+
+def test_multiples_of_micro_batches() -> None:
+    """Without other ranks, too; between groups first."""
+
+    def fill() -> tuple[Lists, Lists]:
+        return [[0, 1, 2], [3, 4]], [[0, 1], [2], [3, 4]]
+
+    assert on_equal_terms(fill, None) == on_equal_terms(fill, None, 2) == [[0, 1, 2], [3, 4]]
+    assert on_equal_terms(fill, None, 3) == [[0, 1], [2], [3, 4]]
+    assert sorted(on_equal_terms(fill, None, 5)) == [[0], [1], [2], [3], [4]]
+    with pytest.raises(SharedPromptError, match="groups: expected at least 6 samples .* multiples of 6, got 5"):
+        on_equal_terms(fill, None, 6)
 
 
 @settings(deadline=None, max_examples=100)

@@ -61,6 +61,14 @@ def divided(names: str, size: int = 2) -> tuple[str, ...]:
     )
 
 
+def virtual(role: str = ACTOR) -> tuple[str, ...]:
+    """Two stages of two virtual ones each, which want an even number of micro-batches."""
+    sizes = ("pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2")
+    return tuple(f"{role}.megatron.{size}" for size in sizes)
+
+
+DEEP: dict[str, Any] = dict(sp=2, model=Model(layers=4))
+
 EQUAL = [
     case("dynamic", updates=3),
     case("fixed, v0, several prompts, any order", micro=4, trainer="v0", batch=UNEQUAL),
@@ -83,6 +91,10 @@ EQUAL_RANKS = [
     case("tensor, critic", "critic.megatron.tensor_model_parallel_size=2", sp=2, role="critic"),
     case("pipeline", *divided("pipeline"), sp=2, tokens=100),
     case("pipeline, critic", "critic.megatron.pipeline_model_parallel_size=2", sp=2, role="critic"),
+    case("virtual stages", *virtual(), tokens=1000, updates=3, **DEEP),
+    case("virtual stages, several prompts, any order", *virtual(), tokens=150, batch=UNEQUAL, **DEEP),
+    case("virtual stages, fixed", *virtual(), micro=3, batch=UNEQUAL, **DEEP),
+    case("virtual stages, recomputed, critic", *virtual("critic"), *RECOMPUTED, tokens=100, role="critic", **DEEP),
 ]
 # verl's own path has no context parallelism on local layers: its results are those of one rank. Losses by token: verl
 # divides a micro-batch's tokens by the ranks in whole numbers, so they are even here.
@@ -131,25 +143,17 @@ REPLAYED_ON_RANKS = [
     routed("2 ranks", mode="R3", batch=Routed(prompts=4)),
     routed("tensor", *divided("tensor"), sp=2, **R3),
     routed("pipeline, recomputed", *divided("pipeline"), *RECOMPUTED, sp=2, tokens=100, **R3),
-]
-# Two stages of two virtual ones each.
-DEEP = Model(layers=4)
-
-
-def virtual(role: str = ACTOR) -> tuple[str, ...]:
-    sizes = ("pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2")
-    return tuple(f"{role}.megatron.{size}" for size in sizes)
-
-
-VIRTUAL = [
-    case("virtual stages", *virtual(), sp=2, tokens=100, model=DEEP),
-    case("virtual stages, several prompts, any order", *virtual(), sp=2, tokens=150, batch=UNEQUAL, model=DEEP),
-    case("virtual stages, two micro-batches of one", *virtual(), sp=2, tokens=1000, model=DEEP),
-    case("virtual stages, fixed", *virtual(), sp=2, micro=3, batch=UNEQUAL, model=DEEP),
-    case("virtual stages, recomputed", *virtual(), *RECOMPUTED, sp=2, tokens=100, model=DEEP),
-    case("virtual stages, critic", *virtual("critic"), sp=2, role="critic", model=DEEP),
     routed("virtual stages", *virtual(), sp=2, tokens=100, layers=4),
-    routed("virtual stages", *virtual(), *RECOMPUTED, mode="R3", sp=2, tokens=100, layers=4, batch=Routed(layers=4)),
+    routed(
+        "virtual stages, recomputed",
+        *virtual(),
+        *RECOMPUTED,
+        mode="R3",
+        sp=2,
+        tokens=100,
+        layers=4,
+        batch=Routed(layers=4),
+    ),
 ]
 REPLAYED_IN_CONTEXT = [routed("context", *divided("context"), sp=2), routed("context", *divided("context"), sp=2, **R3)]
 DIVIDED = [*CONTEXT, *REPLAYED_IN_CONTEXT]
@@ -168,10 +172,12 @@ FALLBACKS = [
     (case("nothing to share", batch=Batch(prompts=8, responses=1)), "ratio"),
     (case("dropout", f"+{ENGINE}.override_transformer_config.hidden_dropout=0.1", updates=1), "model"),
 ]
+STAGES_FALL_BACK = case("virtual stages, temperatures", *virtual(), batch=Unusual(extra="temperatures"), **DEEP)
 # mbridge reads the weights of no other model behind this one.
 TIED = case("tied", model=Model(tied=True))
 SWITCHED_OFF = case("switched off", f"{MODEL}.shared_prompt=false")
 VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=2", updates=3)
+STAGES_VERIFIED = case("virtual stages, verified", *virtual(), f"{MODEL}.shared_prompt_verify_first_steps=1", **DEEP)
 
 
 def ours(one: Case) -> Case:
@@ -196,7 +202,7 @@ def one_rank() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    cases = [*EQUAL_RANKS, *REPLAYED_ON_RANKS]
+    cases = [*EQUAL_RANKS, *REPLAYED_ON_RANKS, STAGES_FALL_BACK, STAGES_VERIFIED]
     return run_beside(cases, list(map(ours, [*cases, *DIVIDED])), 2, **RUN)
 
 
@@ -212,6 +218,34 @@ def test_equals_verl(one_rank: dict[str, Found], one: Case) -> None:
 @pytest.mark.parametrize("one", EQUAL_RANKS, ids=lambda one: one.name)
 def test_equals_verl_on_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
     check_shared(two_ranks[one.name], two_ranks[f"ours, {one.name}"])
+
+
+@pytest.mark.parametrize("one", [one for one in EQUAL_RANKS if "virtual" in one.name], ids=lambda one: one.name)
+def test_micro_batches_of_virtual_stages(two_ranks: dict[str, Found], one: Case) -> None:
+    """Their number, and each is counted once."""
+    found = two_ranks[f"ours, {one.name}"]
+    least = {"virtual stages": 2}.get(one.name, 4)  # else by budget, size or the micro-batches of three
+    for metrics in (*found.infer_metrics, *found.metrics):
+        assert metrics["shared_prompt/micro_batches"] == least
+        assert metrics["shared_prompt/executed_tokens"] + metrics["shared_prompt/tokens_saved"] == found.tokens
+        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+
+
+def test_virtual_stages_that_fall_back(two_ranks: dict[str, Found]) -> None:
+    found = two_ranks[f"ours, {STAGES_FALL_BACK.name}"]
+    check_equal(two_ranks[STAGES_FALL_BACK.name], found)
+    for metrics in (*found.infer_metrics, *found.metrics):
+        assert metrics["shared_prompt/fallback/temperature"] == metrics["shared_prompt/micro_batches"] > 0
+        assert metrics["shared_prompt/executed_tokens"] == found.tokens
+
+
+def test_verification_of_virtual_stages(two_ranks: dict[str, Found]) -> None:
+    found = two_ranks[f"ours, {STAGES_VERIFIED.name}"]
+    check_equal(two_ranks[STAGES_VERIFIED.name], found)
+    assert found.metrics[0]["shared_prompt/verify_failed"] == 0
+    assert 0 < found.metrics[0]["shared_prompt/verify_max_difference"] < 1e-4
+    assert found.metrics[0]["shared_prompt/verify_grad_norm_difference"] < 1e-4
+    assert found.metrics[1]["shared_prompt/dedup_ratio"] > 1.2
 
 
 @pytest.mark.parametrize("one", CONTEXT, ids=lambda one: one.name)
@@ -245,7 +279,9 @@ def test_replayed_routes_are_others(one_rank: dict[str, Found]) -> None:
 
 @pytest.mark.parametrize("one", REPLAYED_ON_RANKS, ids=lambda one: one.name)
 def test_routes_are_replayed_on_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
-    check_replayed(two_ranks[one.name], two_ranks[f"ours, {one.name}"])
+    found = two_ranks[f"ours, {one.name}"]
+    check_replayed(two_ranks[one.name], found)
+    assert bool(found.routes) == one.name.startswith("R2")
 
 
 @pytest.mark.parametrize("one", REPLAYED_IN_CONTEXT, ids=lambda one: one.name)
@@ -384,7 +420,7 @@ def test_another_megatron_core(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_lengths_with_context_parallelism(caplog: pytest.LogCaptureFixture, ranks: int) -> None:
     """They cannot be rounded up, which is said."""
-    config = dict(virtual_pipeline_model_parallel_size=None, dynamic_context_parallel=False, use_fused_kernels=False)
+    config = dict(dynamic_context_parallel=False, use_fused_kernels=False)
     engine: Any = object.__new__(importlib.import_module(PLUGIN).SharedPromptMegatronEngine)
     engine.engine_config = SimpleNamespace(**config, context_parallel_size=ranks, pad_to_length=True)
     engine.model_config, engine.module = SimpleNamespace(hf_config=SimpleNamespace()), []
@@ -394,7 +430,6 @@ def test_lengths_with_context_parallelism(caplog: pytest.LogCaptureFixture, rank
 
 
 REFUSED = [
-    ("virtual_pipeline_model_parallel_size", 2),
     ("dynamic_context_parallel", True),
     ("use_fused_kernels", True),
     ("lora", "LoRA"),
@@ -407,7 +442,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda one: str(one))
 def test_engines_that_are_refused(name: str, value: Any) -> None:
     engines = importlib.import_module(PLUGIN)
-    config = dict(virtual_pipeline_model_parallel_size=None, dynamic_context_parallel=False, use_fused_kernels=False)
+    config = dict(dynamic_context_parallel=False, use_fused_kernels=False)
     hf_config = SimpleNamespace(**({name: value} if name == "vision_config" else {}))
     engine: Any = object.__new__(engines.SharedPromptMegatronEngine)
     engine.engine_config = SimpleNamespace(**{**config, name: value})
