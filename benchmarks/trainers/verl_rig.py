@@ -157,8 +157,9 @@ class Processes:
 
     def __init__(self, case: Case, config: Any, ranks: int) -> None:
         self.parallel, self.ranks = ranks // case.sp, ranks
-        self.position = int(os.environ["RANK"]) // case.sp
         self.worker, self.calls = worker_of(case, config)
+        # Not by the rank: the stages of a pipeline are the first and the last ranks, say.
+        self.position = engine_of(self.worker).get_data_parallel_rank()
         self.is_megatron = case.engine == "megatron"
 
     def engine(self) -> str:
