@@ -218,6 +218,31 @@ def test_once_per_model_mode_and_hooks(trials):
     assert len(trials) == 4
 
 
+def test_another_hook_or_module_in_the_place_of_one(trials):
+    """Is tried, though there are as many; a hook of the same code is not, which a profiler registers in each step."""
+    model = tiny_model("llama").train()
+    mlp = model.model.layers[0].mlp
+    for count, factor in ((1, 0.0), (1, 0.0), (2, None)):
+        hook = mlp.register_forward_hook(
+            (lambda module, args, output: None)
+            if factor is None
+            else (lambda module, args, output, factor=factor: output + factor * output.mean(1, keepdim=True))
+        )
+        forward(model)
+        hook.remove()
+        assert len(trials) == count
+    forward(model)
+    assert len(trials) == 3
+
+    class Mean(type(mlp)):
+        def forward(self, x):
+            return super().forward(x) + x.mean(1, keepdim=True)
+
+    model.model.layers[0].mlp = Mean(model.config).to(mlp.up_proj.weight.dtype)
+    with pytest.raises(SharedPromptError, match="expected the same in a packed row as in rows of their own"):
+        forward(model)
+
+
 def test_once_per_set_of_active_adapters(trials):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -210,6 +210,27 @@ def test_compiled_model():
     check_equal(got, expected, 1e-5)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_compiled_step(is_compiled):
+    """Scores and logits are computed as they are; the model inside may be compiled, and fullgraph says why not."""
+    model, rows = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1), BATCH.token_index
+
+    def step(batch):
+        (best,) = dualkv.shared_prompt_logits(model, batch, rows, lambda logits, at: (logits.argmax(-1),))
+        return dualkv.shared_prompt_forward(model, batch)[0] * 2, best
+
+    (scores, best), graphs = step(BATCH), []
+    torch._dynamo.reset()
+    if is_compiled:
+        model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    got = torch.compile(step, backend="eager")(BATCH)
+    check_equal(got[0], scores, 1e-5)
+    assert torch.equal(got[1], best) and bool(graphs) == is_compiled
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile the model \(model.compile\(\)\)"):
+        torch.compile(step, backend="eager", fullgraph=True)(BATCH)
+
+
 def test_a_layout_that_is_rebuilt_or_goes_alone():
     """As FSDP1 rebuilds it; a layout without its batch says nothing of positions."""
     model = tiny_model("llama")

@@ -79,19 +79,23 @@ def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
 def _state_of(stock: nn.Module) -> tuple[Any, ...]:
     """Equal as long as the model has the same parts, mode, dropout and active adapters; in one process, the same hooks.
 
-    Several processes must try a model together, and hooks may come on one of them alone (those of loggers, say).
-    Every forward asks for the state, so it takes a third of the time of `named_modules`.
+    Parts are the same if they are as many, of the same classes, and hooks if they run the same code: who registers one
+    anew in each step does not try the model in each. Several processes must try a model together, and hooks may come
+    on one of them alone (those of loggers, say). Every forward asks for the state, so it takes a third of the time of
+    `named_modules`.
     """
     is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    modules = hooks = training = 0
+    modules = kinds = hooks = training = 0
     rates = 0.0
     adapters = set()
     pending: list[Any] = [stock]
     while pending:
         module = pending.pop()
         modules += 1
+        kinds += id(type(module))
         if is_alone:
-            hooks += len(module._forward_hooks) + len(module._forward_pre_hooks)
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                hooks += id(getattr(hook, "__code__", type(hook)))
         training += module.training
         role = _role(type(module))  # type: ignore[arg-type]
         if role == "dropout" and module.training:
@@ -99,7 +103,7 @@ def _state_of(stock: nn.Module) -> tuple[Any, ...]:
         elif role == "adapter":
             adapters.add((module.disable_adapters, tuple(getattr(module, "active_adapters", ()))))
         pending += [one for one in module._modules.values() if one is not None]
-    return modules, hooks, training, rates, frozenset(adapters)
+    return modules, kinds, hooks, training, rates, frozenset(adapters)
 
 
 @functools.cache

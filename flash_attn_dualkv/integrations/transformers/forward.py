@@ -7,6 +7,7 @@ run with the backbone replaced by one that returns ready hidden states, so no mo
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptTypeError
+from ...host import untraced
 from ..divided import DividedLayout, check_divided
 from ..guard import expect_shared_prompt
 from ..lm_head import rows_of_a_chunk, score_in_chunks
@@ -33,6 +35,12 @@ from .support import check_attention, check_supported, num_mixing_layers, text_c
 
 Head = Callable[[Tensor], Tensor]  # (m, D) -> (m, vocabulary)
 Score = Callable[[Head, Tensor, int], tuple[Tensor, ...]]  # of a head, (n, D), and the rows of a chunk
+
+# The reason that a broken trace gives.
+COMPILE_THE_MODEL = (
+    "a packed forward looks at the model and the batch on the host: compile the model (model.compile()), or the step "
+    "around it without fullgraph=True"
+)
 
 # Attributes of modules whose parameters FSDP 1 and 2 gather.
 _FSDP_UNIT = ("_fsdp_wrapped_module", "set_reshard_after_forward")
@@ -60,6 +68,7 @@ def shared_prompt_forward(
     self_check: bool = True,
     drop_unread: bool = True,
 ) -> tuple[Tensor, Tensor | None]: ...
+@functools.partial(untraced, reason=COMPILE_THE_MODEL)
 def shared_prompt_forward(
     model: nn.Module,
     batch: PackedBatch,
@@ -122,6 +131,7 @@ def shared_prompt_forward(
     return distinct.expand(logps), distinct.expand(entropy) if with_entropy else None
 
 
+@functools.partial(untraced, reason=COMPILE_THE_MODEL)
 @torch.no_grad()
 def shared_prompt_logits(
     model: nn.Module,

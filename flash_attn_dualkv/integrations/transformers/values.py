@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +15,16 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
-from ...host import offsets_of
+from ...host import offsets_of, untraced
 from ..guard import expect_shared_prompt
 from .first_use import check_first_use
-from .forward import check_vocabulary, checked_rows
+from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
 from .structure import backbone_name, causal_lm_of, lock_of, replaced_forward
 from .support import check_attention, check_supported, num_mixing_layers, text_config
 
 
+@functools.partial(untraced, reason=COMPILE_THE_MODEL)
 def shared_prompt_values(
     model: nn.Module, batch: PackedBatch, rows: Tensor | None = None, *, self_check: bool = True
 ) -> Tensor:
