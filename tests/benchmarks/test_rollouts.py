@@ -22,6 +22,7 @@ from flash_attn_dualkv.integrations.transformers import decode, unregister_decod
 COMMIT = ["--commit", "0123456789ab"]
 
 
+@pytest.mark.usefixtures("restored_registry")
 def test_runs_of_trl(tmp_path, monkeypatch):
     """Each has its phases; rollouts by continuous batching are the same with this package; one does not end."""
     pytest.importorskip("trl")

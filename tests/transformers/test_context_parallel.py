@@ -14,12 +14,13 @@ import ranks as ranks_of_models
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from tiny_models import MIXED, check_equal, check_gradients, dualkv, gradients, tiny_model
+from tiny_models import MIXED, VERSION, check_equal, check_gradients, dualkv, gradients, tiny_model
 from torch import Tensor
 
 from flash_attn_dualkv import (
     SharedPromptError,
     SharedPromptLayout,
+    SharedPromptUnsupportedError,
     ops,
     pack_shared_prompts,
     shared_prompt_attention,
@@ -426,3 +427,29 @@ def test_rows(rank: int, found: dict[Any, Any]) -> None:
     whole, own, gradient = found[rank, "gathered"]
     assert torch.equal(whole, torch.arange(len(whole), dtype=torch.float64))
     assert torch.equal(gradient, 2 * own)
+
+
+ROPE = dict(rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+FACTORS = dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "yarn"])
+def test_angles_of_the_longest_sequence(kind: str) -> None:
+    """Ranks would see the longest one of their own part: refused in rows in which one may have other angles."""
+    name = "rope_parameters" if VERSION >= (5, 0) else "rope_scaling"
+    rope = ROPE | dict(rope_type=kind) | (FACTORS if kind == "longrope" else {})
+    model = tiny_model("llama", max_position_embeddings=32, **{name: rope})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for length in (8, 15):
+            batch = pack_shared_prompts([[5] * 20] * 2, [[1] * length, [2] * 3])
+            layout = ContextLayout.of(batch.layout, dist.group.WORLD)
+            if length == 15 and kind != "yarn":
+                expected = rf"expected at most 32 tokens on several ranks, .*, got 39 \({kind}\)"
+                with pytest.raises(SharedPromptUnsupportedError, match=expected):
+                    dualkv.shared_prompt_forward(model, batch, layout=layout)
+            else:
+                found = dualkv.shared_prompt_forward(model, batch, layout=layout)[0]
+                check_equal(found, dualkv.shared_prompt_forward(model, batch)[0], 1e-9)
+    finally:
+        dist.destroy_process_group()

@@ -218,6 +218,28 @@ def test_once_per_model_mode_and_hooks(trials):
     assert len(trials) == 4
 
 
+def test_tensors_that_modules_keep(trials):
+    """As a dynamic RoPE keeps the longest sequence: they are as they were before, exchanged or written."""
+    model = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+
+    class Counting(type(mlp)):
+        def forward(self, x):
+            self.longest = torch.maximum(self.longest, torch.tensor(x.shape[1]))
+            self.calls.add_(1)
+            return super().forward(x)
+
+    mlp.__class__ = Counting
+    mlp.longest, mlp.calls = torch.tensor(1000), torch.tensor(0)
+    longest, calls = mlp.longest, mlp.calls
+    forward(model)
+    assert len(trials) == 1 and mlp.calls is calls and calls == 1 and longest == 1000
+    mlp.longest = torch.tensor(1)
+    model.train()
+    first_use.check_first_use(model, torch.device("cpu"))
+    assert len(trials) == 2 and mlp.longest == 1
+
+
 def test_another_hook_or_module_in_the_place_of_one(trials):
     """Is tried, though there are as many; a hook of the same code is not, which a profiler registers in each step."""
     model = tiny_model("llama").train()

@@ -149,6 +149,9 @@ def _kept_counters(model: nn.Module) -> Iterator[Callable[[], None]]:
             yield functools.partial(assign, value)
         elif type(value) in _CONTAINERS:
             yield functools.partial(_refill, value, value.copy())
+        elif type(value) is Tensor:  # the longest sequence of a dynamic RoPE, for one
+            yield functools.partial(assign, value)
+            yield functools.partial(_put_back, value, *_copy_of(value))
 
 
 def _variables(model: nn.Module) -> Iterator[_Variable]:

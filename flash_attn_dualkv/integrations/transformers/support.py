@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ... import kernels
 from ...checks import describe, explain
-from ...errors import SharedPromptError, SharedPromptTypeError
+from ...errors import SharedPromptError, SharedPromptTypeError, SharedPromptUnsupportedError
 from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
 
 # Substrings of the names of inputs other than text.
@@ -52,6 +52,26 @@ class FirstUseError(SharedPromptError):
 def text_config(config: Any) -> Any:
     """The part of a configuration that describes the decoder of text tokens."""
     return config.get_text_config(decoder=True)
+
+
+def refuse_rope_of_length(config: Any, num_tokens: int) -> None:
+    """SharedPromptUnsupportedError for a divided row of RoPE whose angles follow the longest sequence.
+
+    Each rank would take it from the positions of its own part.
+    """
+    text = text_config(config)
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for one in (given, *given.values()):  # of the model, or of each kind of layer
+        kind = str(one.get("rope_type", one.get("type"))) if isinstance(one, dict) else ""
+        if "dynamic" not in kind and kind != "longrope":
+            continue
+        original = one.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        most = original or text.max_position_embeddings
+        if num_tokens > most:
+            expected = f"at most {most} tokens on several ranks, for angles of RoPE that follow the longest sequence"
+            raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, f"{num_tokens} ({kind})"))
 
 
 def media_among(inputs: Mapping[str, Any]) -> list[str]:
