@@ -135,7 +135,7 @@ def _attend(
         softmax_scale=scaling, sliding_window=window, softcap=softcap, sinks=s_aux, backend=backend
     )
     if isinstance(layout, DividedLayout):
-        refuse_rope_of_length(module.config, layout.num_tokens)
+        refuse_rope_of_length(module.config, layout.max_sequence)
         out = layout.attention(*tensors, **options)
     else:
         out = shared_prompt_attention(*tensors, layout, **options)

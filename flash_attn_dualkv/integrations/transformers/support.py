@@ -54,7 +54,7 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def refuse_rope_of_length(config: Any, num_tokens: int) -> None:
+def refuse_rope_of_length(config: Any, longest: int) -> None:
     """SharedPromptUnsupportedError for a divided row of RoPE whose angles follow the longest sequence.
 
     Each rank would take it from the positions of its own part.
@@ -69,9 +69,9 @@ def refuse_rope_of_length(config: Any, num_tokens: int) -> None:
             text, "original_max_position_embeddings", None
         )
         most = original or text.max_position_embeddings
-        if num_tokens > most:
-            expected = f"at most {most} tokens on several ranks, for angles of RoPE that follow the longest sequence"
-            raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, f"{num_tokens} ({kind})"))
+        if longest > most - (kind != "longrope"):  # dynamic: it is reset below the length alone
+            expected = f"sequences below {most} tokens on several ranks, for angles of RoPE that follow the longest"
+            raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, f"{longest} ({kind})"))
 
 
 def media_among(inputs: Mapping[str, Any]) -> list[str]:
