@@ -90,6 +90,10 @@ FALLBACKS = [
     (case("a high threshold", f"{MODEL}.shared_prompt_min_dedup_ratio=9", micro=4), "ratio"),
     (case("dropout", f"{MODEL}.attention_dropout=0.1"), "model"),
 ]
+# Ranks of Ulysses would take dynamic angles from their own parts of a row.
+ROPE = '{"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}'
+DYNAMIC = Model(others=f'{{"max_position_embeddings": 16, "rope_parameters": {ROPE}}}')
+DYNAMIC_RANKS = case("Ulysses, dynamic RoPE", sp=2, model=DYNAMIC)
 SWITCHED_OFF = case("switched off", f"{MODEL}.shared_prompt=false")
 VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=2", updates=3)
 SPOILED = case("spoiled", f"{MODEL}.shared_prompt_verify_first_steps=1", batch=UNEQUAL)
@@ -123,7 +127,7 @@ def one_rank() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    cases = [*EQUAL_RANKS, *KEPT, SPOILED]
+    cases = [*EQUAL_RANKS, *KEPT, SPOILED, DYNAMIC_RANKS]
     return verl_rig.run([*cases, *map(ours, cases)], 2, ENVIRONMENT, PATIENCE)
 
 
@@ -158,6 +162,14 @@ def test_kept_workers(two_ranks: dict[str, Found], name: str) -> None:
     assert [len(one) for one in (shared.infer_s, shared.update_s, shared.metrics)] == [1, 1, 1]
     divided = [two_ranks[f"ours, {one.name}"].metrics[0]["shared_prompt/micro_batches"] for one in KEPT]
     assert len(set(divided)) == len(KEPT) and divided[0] == 2 and divided[2] == 3
+
+
+def test_angles_of_the_longest_sequence(two_ranks: dict[str, Found]) -> None:
+    """They run on verl's own path, which the console and the metrics say."""
+    stock, found = both(two_ranks, DYNAMIC_RANKS.name)
+    check_equal(stock, found)
+    metrics = found.metrics[0]
+    assert metrics["shared_prompt/fallback/positions"] == metrics["shared_prompt/micro_batches"] > 0
 
 
 def test_what_there_was_before_a_failure(tmp_path: Path) -> None:

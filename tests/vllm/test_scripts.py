@@ -109,7 +109,6 @@ def test_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 def test_stock_training_forward() -> None:
     """Equal to this library's, of whole sequences; differences are of the trainer to the sampler."""
-    dualkv.register()
     model = tiny_model("qwen3", dtype=torch.float32)
     prompts, tokens = [[5, 6, 7], [8, 9]], [[1 + one, 2, 3 + one] for one in range(2 * mismatch_vllm.N)]
     batch = pack_shared_prompts([one for one in prompts for _ in range(mismatch_vllm.N)], tokens)

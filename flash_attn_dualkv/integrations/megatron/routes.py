@@ -113,8 +113,8 @@ def _own_rows(chunk: Any, layout: ContextLayout | None, values: Tensor) -> Tenso
     """This rank's part of the values of all rows."""
     own = values
     if layout is not None:
-        # Padding gets the last row's routes. Zeros, as of shard(), would be one expert several times
-        # over, which dispatchers count once.
+        # Padding gets the last row's routes. Zeros, as of shard(), would be one expert several
+        # times over, which dispatchers count once.
         assert layout.row_index is not None
         own = values.index_select(0, layout.row_index.clamp(max=len(values) - 1))
     group = chunk.pg_collection.tp

@@ -26,7 +26,7 @@ from ..replacing import in_place_of, stock_of
 from . import base_class
 from .hybrid.delivery import check_running
 from .masks import DeferredMask, deferred_mask
-from .support import TAKES_LAYOUT, refuse_rope_of_length
+from .support import TAKES_LAYOUT, rope_of_ranks
 
 FALLBACKS = ("auto", "sdpa", "eager")
 # Keyword arguments of attention functions that do not change what a token attends to. Others are
@@ -135,7 +135,8 @@ def _attend(
         softmax_scale=scaling, sliding_window=window, softcap=softcap, sinks=s_aux, backend=backend
     )
     if isinstance(layout, DividedLayout):
-        refuse_rope_of_length(module.config, layout.max_sequence)
+        if (lacking := rope_of_ranks(module.config, layout.max_sequence)) is not None:
+            raise SharedPromptUnsupportedError(lacking)
         out = layout.attention(*tensors, **options)
     else:
         out = shared_prompt_attention(*tensors, layout, **options)

@@ -149,7 +149,8 @@ def _kept_counters(model: nn.Module) -> Iterator[Callable[[], None]]:
             yield functools.partial(assign, value)
         elif type(value) in _CONTAINERS:
             yield functools.partial(_refill, value, value.copy())
-        # The longest sequence of a dynamic RoPE, for one. Others may be FSDP 1's views of freed memory.
+        # The longest sequence of a dynamic RoPE, for one. Others may be FSDP 1's views of freed
+        # memory, to copy which is a segmentation fault.
         elif type(value) is Tensor and value.dim() == 0 and value.untyped_storage().size():
             yield functools.partial(assign, value)
             yield functools.partial(_put_back, value, *_copy_of(value))

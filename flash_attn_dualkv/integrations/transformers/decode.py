@@ -46,7 +46,7 @@ NAMES = ("dualkv_flash", "dualkv_paged")
 _SLIDING = "sliding_attention"
 _ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which layers get it
 _PACKAGE = "transformers.generation.continuous_batching"
-# Where nobody says how many: transformers decides that by the memory left, when requests are queued.
+# Where nobody says how many: transformers decides by the memory left, when requests are queued.
 _TOKENS_A_STEP = 8192
 _ON_GPU = "dualkv_on_gpu"  # of a configuration: whether its model decodes on this package, and on a GPU
 _boundary: Boundary = "replicate"  # of the last `register_decode`
@@ -450,7 +450,8 @@ class Rollout:
             expected = f"keys and values of {tuple(k_pages.shape[2:])}, as pages have them by the configuration"
             raise _unsupported(layer, expected, f"{tuple(k.shape[1:])} and {tuple(v.shape[1:])}")
         if self._last and self._last[0] == layer and self._last[1].data_ptr() == k.data_ptr():
-            # Differential attention: the values of the second call would be written over the first one's.
+            # Differential attention: values of the second call would be written over those of the
+            # first.
             raise _unsupported(layer, "one attention over its keys", "two")
         self._last = layer, k
         if layer == group.first_layer:

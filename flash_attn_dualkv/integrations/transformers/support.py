@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ... import kernels
 from ...checks import describe, explain
-from ...errors import SharedPromptError, SharedPromptTypeError, SharedPromptUnsupportedError
+from ...errors import SharedPromptError, SharedPromptTypeError
 from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
 
 # Substrings of the names of inputs other than text.
@@ -54,24 +54,25 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def refuse_rope_of_length(config: Any, longest: int) -> None:
-    """SharedPromptUnsupportedError for a divided row of RoPE whose angles follow the longest sequence.
+def rope_of_ranks(config: Any, longest: int) -> str | None:
+    """Why a row cannot be divided among ranks: RoPE whose angles follow the longest sequence.
 
-    Each rank would take it from the positions of its own part.
+    Each rank would see that of its own part.
     """
     text = text_config(config)
+    original = "original_max_position_embeddings"
     given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for one in (given, *given.values()):  # of the model, or of each kind of layer
         kind = str(one.get("rope_type", one.get("type"))) if isinstance(one, dict) else ""
         if "dynamic" not in kind and kind != "longrope":
             continue
-        original = one.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        most = original or text.max_position_embeddings
-        if longest > most - (kind != "longrope"):  # dynamic: it is reset below the length alone
-            expected = f"sequences below {most} tokens on several ranks, for angles of RoPE that follow the longest"
-            raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, f"{longest} ({kind})"))
+        most = one.get(original) or getattr(text, original, None) or text.max_position_embeddings
+        if kind != "longrope":
+            most -= 1  # dynamic angles are reset below the original length alone
+        if longest > most:
+            expected = f"sequences of at most {most} tokens on several ranks, as angles of RoPE follow the longest one"
+            return explain("shared_prompt_layout", expected, f"{longest} ({kind})")
+    return None
 
 
 def media_among(inputs: Mapping[str, Any]) -> list[str]:

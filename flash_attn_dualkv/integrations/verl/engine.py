@@ -28,7 +28,7 @@ from ..transformers.first_use import check_first_use
 from ..transformers.images import check_images, check_placeholders, placeholders_of
 from ..transformers.late import late_layout
 from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import is_hybrid, num_mixing_layers, text_config
+from ..transformers.support import is_hybrid, num_mixing_layers, rope_of_ranks, text_config
 from ..ulysses import UlyssesLayout
 from . import patches
 from .micro_batches import Plan, images_of, pack_micro_batch, samples_with_late_images, samples_with_media
@@ -184,6 +184,10 @@ class _SharedPrompts(SharedPrompts):
         if not self._is_worth_it(plan.batch):
             return "ratio"
         if ranks > 1:
+            lacking = rope_of_ranks(self.stock_module.config, plan.layout.max_sequence)
+            if lacking is not None:
+                self._announce(f"a micro-batch is not shared: {lacking}")
+                return "positions"
             group = transformer_impl.get_ulysses_sequence_parallel_group()
             plan = replace(plan, layout=UlyssesLayout.of(plan.layout, group))
         elif plan.scored is not None and self.options.drop_unread:
