@@ -238,17 +238,24 @@ class _Sum:
 
 def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target, entropy, and the logarithm of the normaliser of each row."""
-    scaled = _scaled(settings, logits)
-    normalizer = scaled.logsumexp(-1)
+    scaled, dtype = _scaled(settings, logits), _dtype_of_scores(logits)
+    # One kernel that reads 16 bits, where logsumexp takes five that read or write float32: 2 bytes
+    # of memory traffic instead of 4.5, in sizes of the logits in float32.
+    shares = scaled.log_softmax(-1, dtype=dtype)
+    highest, place = scaled.max(-1, keepdim=True)
+    normalizer = (highest - shares.gather(-1, place))[:, 0]
+    del shares
     if settings.group is not None:
-        highest = settings.reduced(normalizer.clone(), dist.ReduceOp.MAX)
-        normalizer = settings.reduced((normalizer - highest).exp_()).log_().add_(highest)
+        normalizer.masked_fill_(highest[:, 0] == -torch.inf, -torch.inf)  # all of this part is masked
+        largest = settings.reduced(normalizer.clone(), dist.ReduceOp.MAX)
+        normalizer = settings.reduced((normalizer - largest).exp_()).log_().add_(largest)
     places, is_own = settings.own_targets(targets, scaled.shape[-1])
-    logps = settings.reduced(scaled.gather(-1, places).where(is_own, 0.0)[:, 0]) - normalizer
+    chosen = scaled.gather(-1, places).to(dtype).where(is_own, 0.0)[:, 0]
+    logps = settings.reduced(chosen) - normalizer
     if not settings.with_entropy:
         return logps, torch.zeros_like(logps), normalizer
     # -p log p, which is 0 where a masked logit (-inf) makes p 0.
-    entropy = settings.reduced(torch.special.entr(scaled.sub_(normalizer[:, None]).exp_()).sum(-1))
+    entropy = settings.reduced(torch.special.entr((scaled - normalizer[:, None]).exp_()).sum(-1))
     return logps, entropy, normalizer
 
 
@@ -262,24 +269,32 @@ def _score_gradient(
     d_entropy: Tensor | None,
 ) -> Tensor:
     """Gradient of logits: z = logits / temperature, p = softmax(z); entropy: -p (log p + H)."""
-    weights = _scaled(settings, logits).sub_(normalizer[:, None]).exp_()
+    weights = (_scaled(settings, logits) - normalizer[:, None]).exp_()
+    places, is_own = settings.own_targets(targets, weights.shape[-1])
+    d_logps = d_logps[:, None] / settings.temperature
     if d_entropy is None:
-        gradient = weights.mul_(-d_logps[:, None])
+        at_target = weights.gather(-1, places).mul_(-d_logps)
+        out = weights if weights.dtype == logits.dtype else torch.empty_like(logits)
+        gradient = torch.mul(weights, -d_logps, out=out)
     else:
-        gradient = torch.special.entr(weights).mul_(d_entropy[:, None])
-        gradient.addcmul_(weights, (d_logps + d_entropy * entropy)[:, None], value=-1.0)
-    places, is_own = settings.own_targets(targets, gradient.shape[-1])
-    gradient.scatter_add_(-1, places, d_logps[:, None].where(is_own, 0.0))
-    if settings.temperature != 1.0:
-        gradient.div_(settings.temperature)
-    return gradient.to(logits.dtype)
+        d_entropy = d_entropy[:, None] / settings.temperature
+        exact = torch.special.entr(weights).mul_(d_entropy)
+        exact.addcmul_(weights, d_logps + d_entropy * entropy[:, None], value=-1.0)
+        at_target, gradient = exact.gather(-1, places), exact.to(logits.dtype)
+    # Rounded once: the two parts of a target's gradient are of one size where its p is near 1.
+    at_target.add_(d_logps.where(is_own, 0.0))
+    return gradient.scatter_(-1, places, at_target.to(logits.dtype))
+
+
+def _dtype_of_scores(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _scaled(settings: _Settings, logits: Tensor) -> Tensor:
-    """logits / temperature in a tensor of its own, at least float32."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    scaled = logits.to(dtype, copy=True)
-    return scaled if settings.temperature == 1.0 else scaled.div_(settings.temperature)
+    """logits / temperature: the logits themselves for 1, else a tensor of at least float32."""
+    if settings.temperature == 1.0:
+        return logits
+    return logits.to(_dtype_of_scores(logits), copy=True).div_(settings.temperature)
 
 
 def _check_leaves(logits: Tensor, inputs: Sequence[Tensor]) -> None:
