@@ -3,7 +3,7 @@
 """Measure an update and log-probabilities of Megatron's GPTModel, prompts shared beside replicated, in one start.
 
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
-    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7 --layout 'Ettt|(tt|)*12tL'
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7 --group 4 --layout 'E(tt|)*12ttt|tL'
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --model qwen3-30b-a3b-L12
     python benchmarks/report.py                                                    # the page, of the result files
 
@@ -13,7 +13,8 @@ rows that score tokens. Sharing makes these no fewer, so that the head weighs mo
 wants fewer of them: `--layout`. Replicated prompts lie in one THD row, on this library's flash_attn_varlen_func:
 Megatron's own local attention takes no packed rows. An update is all forwards and backwards and the reduction of
 gradients, without the optimizer's step, which is the same for both. Times are those of the slowest rank, the best of
-all rounds. Routers balance nothing. Needs megatron-core, and no Transformer Engine or apex.
+all rounds. Routers balance nothing, experts are grouped products. Needs megatron-core, and no Transformer Engine or
+apex.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
-from megatron_norms import local_norms
+from megatron_layers import grouped_experts, local_norms
 
 from flash_attn_dualkv import PackedBatch, flash_attn_varlen_func, pack_shared_prompts, split_by_token_budget
 from flash_attn_dualkv.integrations.megatron import install, shared_prompt_forward
@@ -146,6 +147,7 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
         pipeline_model_parallel_size=options.pipeline, variable_seq_lengths=options.pipeline > 1,
         moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu and not is_virtual,
         overlap_p2p_comm=is_virtual, virtual_pipeline_model_parallel_size=options.vpp if is_virtual else None,
+        microbatch_group_size_per_vp_stage=options.group,
         **more,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=size.experts or None, qk_layernorm=True, normalization="RMSNorm")
@@ -155,7 +157,7 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
     chunks = []
     for at in range(options.vpp):
         place: dict[str, Any] = dict(ignore_virtual=False, vp_stage=at)
-        with local_norms(), drawn_by_layer():
+        with local_norms(), grouped_experts(), drawn_by_layer():
             stage = GPTModel(
                 config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
                 position_embedding_type="rope", rotary_base=1000000, vp_stage=at if is_virtual else None,
@@ -292,6 +294,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tensor", type=int, default=1, help="tensor-parallel ranks")
     add("--pipeline", type=int, default=1, help="pipeline stages")
     add("--vpp", type=int, default=1, help="parts of a stage, with equally many layers")
+    add("--group", type=int, help="micro-batches that a part of a stage takes in a row (default: the stages)")
     add("--layout", help="of the shared run's stages, as Megatron writes it; default: equally many layers")
     add("--samples", type=int, default=32)
     add("--prompt", type=int, default=8192, help="its tokens")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_norms import local_norms
+from megatron_layers import local_norms
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree, pack_shared_prompts

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from megatron_cpu import without_a_gpu
-from megatron_norms import local_norms
+from megatron_layers import local_norms
 
 _for_good = contextlib.ExitStack()
 _for_good.enter_context(without_a_gpu())

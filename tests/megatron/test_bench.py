@@ -45,11 +45,12 @@ def test_a_head_without_a_layer_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--layout: expected a layer beside the head" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layout", [[], ["--layout", "Ett||t|tL"]])
+@pytest.mark.parametrize("layout", [[], ["--layout", "Ett||t|tL"], ["--tokens", "24", "--group", "4"]])
 def test_virtual_stages(layout: list[str]) -> None:
     """Micro-batches are a multiple of the stages, which may have unequal numbers of layers, or none."""
     more = ["--model", "tiny-4-layers", "--pipeline", "2", "--vpp", "2", *layout]
+    counts = (4, 6) if "--group" in layout else (2, 4)
     for rows in run_ranks(_run_rank, 2, [*TINY, *more]).values():
         one = {row["who"]: row for row in rows}
-        assert (one["shared"]["micro_batches"], one["replicated"]["micro_batches"]) == (2, 4)
+        assert (one["shared"]["micro_batches"], one["replicated"]["micro_batches"]) == counts
         assert one["shared"]["log_prob_mean_difference"] < 1e-5
