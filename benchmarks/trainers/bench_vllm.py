@@ -32,6 +32,11 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "trainer": ({"backend": "CUSTOM", "exact": "trainer"}, {}),
     "dualkv_invariant": ({"backend": "CUSTOM"}, {"VLLM_BATCH_INVARIANT": "1"}),
     "triton": ({"backend": "TRITON_ATTN"}, {}),
+    # Arctic Inference's forest cascade takes the first runner, and its graphs leave attention out.
+    "arctic": (
+        {"graphs": "PIECEWISE", "runner": "1", "options": {"forest_cascade_attn_configs": "{}"}},
+        {"ARCTIC_INFERENCE_ENABLED": "1"},
+    ),
 }
 
 

@@ -13,6 +13,7 @@ LABELS = {  # of engines, by their names in bench_vllm.py; the first of a shape 
     "stock": "vLLM",
     "stock_invariant": "vLLM, batch-invariant",
     "triton": "vLLM, Triton",
+    "arctic": "Arctic Inference, forest cascade",
     "dualkv": "this package",
     "trainer": 'this package, exact="trainer"',
     "dualkv_invariant": "this package, batch-invariant",

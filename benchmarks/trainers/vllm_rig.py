@@ -134,14 +134,15 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder:
         prepare_environment(folder, engine.runner)
         write_model(engine, folder, length)
-        from vllm import LLM
         from vllm.plugins import load_general_plugins
 
         from flash_attn_dualkv.integrations.vllm import norms, register
 
         if engine.row_norms:
             norms.install()
-        load_general_plugins()
+        load_general_plugins()  # before LLM is imported: plug-ins patch what it takes
+        from vllm import LLM
+
         register()  # where the package is on the path, but not installed
         sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < requests} | {requests})
         graphs = {} if engine.graphs is None else {"cudagraph_mode": engine.graphs}
