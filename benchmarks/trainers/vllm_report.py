@@ -16,6 +16,7 @@ LABELS = {  # of engines, by their names in bench_vllm.py; the first of a shape 
     "arctic": "Arctic Inference, forest cascade",
     "dualkv": "this package",
     "trainer": 'this package, exact="trainer"',
+    "split": 'this package, exact="split"',
     "dualkv_invariant": "this package, batch-invariant",
 }
 SHAPE = ["model", "layers", "groups", "n", "prompt", "new"]
