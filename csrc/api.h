@@ -107,6 +107,34 @@ DUALKV_API int dualkv_decode_plan(int32_t device, void* stream, const DualkvDeco
 // Attention of a layer.
 DUALKV_API int dualkv_decode(int32_t device, void* stream, const DualkvDecodePlan* plan, const DualkvDecode* call);
 
+// Scores of rows of logits, (rows, columns) in device memory, on any address of an element, strides
+// in elements; the columns are contiguous. Whatever else there is has one number a row.
+enum DualkvElement { DUALKV_BFLOAT16, DUALKV_FLOAT16, DUALKV_FLOAT32 };
+typedef struct {
+  const void* data;
+  int64_t rows, columns, row_stride;
+  int32_t element;         // DualkvElement
+  const int64_t* targets;  // columns
+  double temperature;      // above 0: the logits are divided by it
+} DualkvLogits;
+
+typedef struct {
+  float *normalizer, *chosen, *entropy;  // logsumexp, logit of the target, and entropy; the last may be null
+  double elsewhere;                      // `chosen` of a target that is none of the columns
+} DualkvScores;
+
+// Gradients of chosen - normalizer and of entropy, as gradients of the logits. normalizer and
+// entropy may be those of a vocabulary of which the columns are a part.
+typedef struct {
+  const float *normalizer, *d_logps;
+  const float *entropy, *d_entropy;  // the second may be null, then nobody reads the first
+  void* d_logits;                    // contiguous, elements as of the logits
+} DualkvScoreGradient;
+
+DUALKV_API int dualkv_score_rows(int32_t device, void* stream, const DualkvLogits* logits, const DualkvScores* scores);
+DUALKV_API int dualkv_score_rows_gradient(int32_t device, void* stream, const DualkvLogits* logits,
+                                          const DualkvScoreGradient* gradient);
+
 // Texts, valid until the thread's next call of a function that gives one.
 DUALKV_API const char* dualkv_error(void);    // of the thread's last failure
 DUALKV_API const char* dualkv_version(void);  // of the package that the library was built with

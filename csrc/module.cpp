@@ -18,8 +18,9 @@ namespace {
 
 #define DUALKV_EVERY_FUNCTION(use)                                                            \
   use(forward_scratch) use(backward_scratch) use(forward) use(backward) use(sequence_nodes)   \
-  use(tree_nodes) use(decode_plan_bytes) use(decode_plan) use(decode) use(error) use(version) \
-  use(explain_plan) use(build_info) use(launch_counts)
+  use(tree_nodes) use(decode_plan_bytes) use(decode_plan) use(decode) use(score_rows)         \
+  use(score_rows_gradient) use(error) use(version) use(explain_plan) use(build_info)          \
+  use(launch_counts)
 
 // Functions of the library that is open. It stays so: kernels may run until the process ends.
 struct Library {
@@ -242,6 +243,32 @@ void decode(int device, int64_t stream, py::handle plan, py::handle copy, py::ha
   check(library.decode(device, pointer<void>(stream), &planned, &call));
 }
 
+// The fields of DualkvLogits in their order.
+DualkvLogits logits_of(py::handle given) {
+  check_length(given, 7);
+  const auto at = [&](int index) { return integer(given, index); };
+  const DualkvLogits logits{pointer<const void>(at(0)), at(1), at(2), at(3), static_cast<int32_t>(at(4)),
+                            pointer<const int64_t>(at(5)), PyFloat_AsDouble(item(given, 6))};
+  check_numbers();
+  return logits;
+}
+
+void score_rows(int device, int64_t stream, py::handle logits, int64_t normalizer, int64_t chosen, int64_t entropy,
+                double elsewhere) {
+  const DualkvLogits rows = logits_of(logits);
+  const DualkvScores scores{pointer<float>(normalizer), pointer<float>(chosen), pointer<float>(entropy), elsewhere};
+  check(library.score_rows(device, pointer<void>(stream), &rows, &scores));
+}
+
+void score_rows_gradient(int device, int64_t stream, py::handle logits, int64_t normalizer, int64_t d_logps,
+                         int64_t entropy, int64_t d_entropy, int64_t d_logits) {
+  const DualkvLogits rows = logits_of(logits);
+  const DualkvScoreGradient gradient{pointer<const float>(normalizer), pointer<const float>(d_logps),
+                                     pointer<const float>(entropy), pointer<const float>(d_entropy),
+                                     pointer<void>(d_logits)};
+  check(library.score_rows_gradient(device, pointer<void>(stream), &rows, &gradient));
+}
+
 std::string explain_plan(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t head_dim_v, int64_t rows,
                          int64_t num_nodes, py::handle options, bool deterministic, int device,
                          const std::optional<std::string>& gpu) {
@@ -264,6 +291,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("decode_plan_bytes", &decode_plan_bytes);
   m.def("decode_plan", &decode_plan);
   m.def("decode", &decode);
+  m.def("score_rows", &score_rows);
+  m.def("score_rows_gradient", &score_rows_gradient);
   m.def("explain_plan", &explain_plan);
   m.def("build_info", [] { return std::string(library.build_info()); });
   m.def("launch_counts", [] { return std::string(library.launch_counts()); });

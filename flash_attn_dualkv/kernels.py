@@ -116,6 +116,15 @@ def code_for(device: int, archs: Sequence[str], ptx: str) -> str:
 
 
 @functools.cache
+def has_code(device: int) -> bool:
+    """Whether there are kernels that a GPU runs; PyTorch calls those of ROCm CUDA devices, too."""
+    build = build_info()
+    if build["ptx"] is None or torch.version.hip is not None:
+        return False
+    return code_for(device, build["archs"], build["ptx"]) != "nothing"
+
+
+@functools.cache
 def prepare(device: int) -> None:
     """Says once for each GPU that it runs kernels which the driver has compiled from PTX."""
     build = build_info()
@@ -294,6 +303,75 @@ def decode(call: DecodeCall) -> Tensor:
         q.dtype == torch.float16, call.options,
     )  # fmt: skip
     return lse
+
+
+# Scores of tokens
+
+LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # by their numbers in csrc/api.h
+
+
+def _library_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Any, ...]:
+    """Logits as the library takes them: the fields of DualkvLogits (csrc/api.h) in their order."""
+    if logits.shape[:-1] != targets.shape or targets.device != logits.device or targets.dtype != torch.int64:
+        expected = f"(rows, columns) and (rows,) int64 on {logits.device}"
+        got = f"{tuple(logits.shape)} and {tuple(targets.shape)} {targets.dtype} on {targets.device}"
+        raise ValueError(explain("logits and targets", expected, got))
+    element = LOGIT_DTYPES.index(logits.dtype)
+    return logits.data_ptr(), *logits.shape, logits.stride(0), element, targets.data_ptr(), float(temperature)
+
+
+def score_rows(
+    logits: Tensor, targets: Tensor, temperature: float, *, elsewhere: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logsumexp of each row of logits / temperature, its value at the target, and the entropy of its softmax.
+
+    Args:
+        logits: (n, columns) of LOGIT_DTYPES, each row contiguous. targets: (n,) int64, columns.
+        temperature: above 0.
+        elsewhere: the value at a target that is none of the columns.
+
+    Returns:
+        (n,) float32 each; the entropy if it is asked for. A row's bits depend on nothing but the row.
+    """
+    device = logits.get_device()
+    if device != current_device():
+        with torch.cuda.device(device):
+            return score_rows(logits, targets, temperature, elsewhere=elsewhere, with_entropy=with_entropy)
+    prepare(device)
+    targets = targets.contiguous()
+    normalizer, chosen, *more = uninitialised(logits, (2 + with_entropy, len(logits)), torch.float32).unbind()
+    entropy = more[0] if more else None
+    compiled_module().score_rows(
+        device, current_stream(device), _library_logits(logits, targets, temperature), pointer(normalizer),
+        pointer(chosen), pointer(entropy), elsewhere,
+    )  # fmt: skip
+    return normalizer, chosen, entropy
+
+
+def score_rows_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    normalizer: Tensor,
+    d_logps: Tensor,
+    entropy: Tensor,
+    d_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient of the logits, in their type; normalizer and entropy are those of the whole vocabulary."""
+    device = logits.get_device()
+    if device != current_device():
+        with torch.cuda.device(device):
+            return score_rows_gradient(logits, targets, temperature, normalizer, d_logps, entropy, d_entropy)
+    prepare(device)
+    of_rows = normalizer, d_logps, entropy, d_entropy
+    targets, (normalizer, d_logps, entropy) = targets.contiguous(), (one.contiguous() for one in of_rows[:3])
+    d_entropy = None if d_entropy is None else d_entropy.contiguous()
+    d_logits = gradient_of(logits)
+    compiled_module().score_rows_gradient(
+        device, current_stream(device), _library_logits(logits, targets, temperature), pointer(normalizer),
+        pointer(d_logps), pointer(entropy), pointer(d_entropy), pointer(d_logits),
+    )  # fmt: skip
+    return d_logits
 
 
 # What there is

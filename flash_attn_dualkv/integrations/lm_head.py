@@ -10,6 +10,7 @@ parameters see no chunk's part: they run once, for the sum and what other uses o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import kernels
 from ..checks import explain
-from ..ops import DifferentiableOnce
+from ..ops import DifferentiableOnce, forces_reference
 
 # Logits that exist at once: 512 MiB in float32, with what is computed from them two to three times.
 LOGIT_ELEMENTS = 2**27
@@ -75,12 +77,15 @@ class _Settings(NamedTuple):
             dist.all_reduce(values, operation, group=self.group)
         return values
 
-    def own_targets(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """(rows, 1) places of the targets in this process's part of the vocabulary, and whether they lie in it."""
+    def own_targets(self, targets: Tensor, width: int) -> Tensor:
+        """The targets as columns of this process's part of the vocabulary, in which not all of them lie."""
+        return targets if self.group is None else targets - dist.get_rank(self.group) * width
+
+    def places(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """(rows, 1) columns of own_targets to gather from, and which of them are the targets'."""
         places = targets[:, None]
         if self.group is None:
             return places, torch.ones_like(places, dtype=torch.bool)
-        places = places - dist.get_rank(self.group) * width
         return places.clamp(0, width - 1), (places >= 0) & (places < width)
 
 
@@ -238,6 +243,50 @@ class _Sum:
 
 def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target, entropy, and the logarithm of the normaliser of each row."""
+    score_part = _score_part_by_kernel if _has_kernels(settings, logits) else _score_part
+    own, chosen, entropy = score_part(settings, logits, settings.own_targets(targets, logits.shape[-1]))
+    normalizer = own
+    if settings.group is not None:
+        largest = settings.reduced(own.clone(), dist.ReduceOp.MAX)
+        normalizer = settings.reduced((own - largest).exp_()).log_().add_(largest)
+        settings.reduced(chosen)
+    logps = chosen - normalizer
+    if entropy is None:
+        return logps, torch.zeros_like(logps), normalizer
+    if settings.group is not None:
+        # Parts have the entropies of their own softmax; one that is masked entirely has none.
+        log_share = own - normalizer
+        share = log_share.exp()
+        entropy = settings.reduced((share * (entropy - log_share)).masked_fill_(share == 0, 0.0))
+    return logps, entropy, normalizer
+
+
+def _has_kernels(settings: _Settings, logits: Tensor) -> bool:
+    """Whether the package's kernels score these logits, which they read once; PyTorch scores all others."""
+    return (
+        type(logits) is Tensor
+        and logits.is_cuda
+        and logits.dtype in kernels.LOGIT_DTYPES
+        and logits.stride(-1) == 1
+        and 0 < settings.temperature < math.inf
+        and not torch.compiler.is_compiling()
+        and not forces_reference()
+        and kernels.has_code(logits.get_device())
+    )
+
+
+def _score_part_by_kernel(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `_score_part`; a target that is no token at all has the logit NaN, where PyTorch ends the process."""
+    elsewhere = math.nan if settings.group is None else 0.0
+    with_entropy = settings.with_entropy
+    return kernels.score_rows(logits, targets, settings.temperature, elsewhere=elsewhere, with_entropy=with_entropy)
+
+
+def _score_part(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logarithm of the normaliser, logit of the target, and entropy, of this process's part of the vocabulary alone.
+
+    A target that lies elsewhere has the logit 0. A part whose logits are all -inf has the logarithm -inf.
+    """
     scaled, dtype = _scaled(settings, logits), _dtype_of_scores(logits)
     # One kernel that reads 16 bits, where logsumexp takes five that read or write float32: 2 bytes
     # of memory traffic instead of 4.5, in sizes of the logits in float32.
@@ -245,18 +294,13 @@ def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor
     highest, place = scaled.max(-1, keepdim=True)
     normalizer = (highest - shares.gather(-1, place))[:, 0]
     del shares
-    if settings.group is not None:
-        normalizer.masked_fill_(highest[:, 0] == -torch.inf, -torch.inf)  # all of this part is masked
-        largest = settings.reduced(normalizer.clone(), dist.ReduceOp.MAX)
-        normalizer = settings.reduced((normalizer - largest).exp_()).log_().add_(largest)
-    places, is_own = settings.own_targets(targets, scaled.shape[-1])
+    normalizer.masked_fill_(highest[:, 0] == -torch.inf, -torch.inf)
+    places, is_own = settings.places(targets, scaled.shape[-1])
     chosen = scaled.gather(-1, places).to(dtype).where(is_own, 0.0)[:, 0]
-    logps = settings.reduced(chosen) - normalizer
     if not settings.with_entropy:
-        return logps, torch.zeros_like(logps), normalizer
+        return normalizer, chosen, None
     # -p log p, which is 0 where a masked logit (-inf) makes p 0.
-    entropy = settings.reduced(torch.special.entr((scaled - normalizer[:, None]).exp_()).sum(-1))
-    return logps, entropy, normalizer
+    return normalizer, chosen, torch.special.entr((scaled - normalizer[:, None]).exp_()).sum(-1)
 
 
 def _score_gradient(
@@ -269,8 +313,12 @@ def _score_gradient(
     d_entropy: Tensor | None,
 ) -> Tensor:
     """Gradient of logits: z = logits / temperature, p = softmax(z); entropy: -p (log p + H)."""
+    targets = settings.own_targets(targets, logits.shape[-1])
+    if _has_kernels(settings, logits):
+        of_rows = normalizer, d_logps, entropy, d_entropy
+        return kernels.score_rows_gradient(logits, targets, settings.temperature, *of_rows)
     weights = (_scaled(settings, logits) - normalizer[:, None]).exp_()
-    places, is_own = settings.own_targets(targets, weights.shape[-1])
+    places, is_own = settings.places(targets, weights.shape[-1])
     d_logps = d_logps[:, None] / settings.temperature
     if d_entropy is None:
         at_target = weights.gather(-1, places).mul_(-d_logps)

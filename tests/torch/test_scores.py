@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
+from flash_attn_dualkv.integrations import lm_head
 from flash_attn_dualkv.integrations.lm_head import score_in_chunks
 
 
@@ -81,6 +83,70 @@ def test_masked_logits():
     (got,) = torch.autograd.grad(logps.sum() + entropy.sum(), hidden)
     (expected,) = torch.autograd.grad(sum(one.sum() for one in scores_of(hidden[:, :5], targets)), hidden)
     torch.testing.assert_close(got, expected)
+
+
+class Threads:
+    """A stand-in for torch.distributed whose ranks are threads."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self, size):
+        self.barrier, self.values, self.own = threading.Barrier(size), [None] * size, threading.local()
+
+    def get_rank(self, group):
+        return self.own.rank
+
+    def all_reduce(self, tensor, operation, group):
+        self.values[self.own.rank] = tensor.clone()
+        self.barrier.wait(60)
+        together = torch.stack(self.values)
+        tensor.copy_(together.amax(0) if operation == self.ReduceOp.MAX else together.sum(0))
+        self.barrier.wait(60)
+
+    def run(self, function):
+        def of_rank(rank):
+            self.own.rank = rank
+            try:
+                return function(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(len(self.values)) as pool:
+            return [*pool.map(of_rank, range(len(self.values)))]
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_vocabulary_in_parts(with_entropy, monkeypatch):
+    """As the whole one, with logits that are masked in a part and in all of another."""
+    head, hidden, targets = problem(columns=12)
+    mask = torch.zeros(12, dtype=torch.float64)
+    mask[1] = mask[4:8] = -torch.inf
+    targets = torch.where(torch.isfinite(mask[targets]), targets, 11)
+    weights = torch.randn(2, len(targets), dtype=torch.float64)
+    options = dict(rows=4, temperature=0.7, with_entropy=with_entropy)
+
+    def outcome(columns, **more):
+        weight, bias = (one[columns].detach().requires_grad_() for one in (head.weight, head.bias))
+        own = hidden.detach().requires_grad_()
+
+        def part(h):
+            return nn.functional.linear(h, weight, bias) + mask[columns]
+
+        scores = score_in_chunks(part, own, targets, **options, **more)
+        loss = sum((one * of_rows).sum() for one, of_rows in zip(scores[: 1 + with_entropy], weights))
+        return scores, torch.autograd.grad(loss, (own, weight, bias))
+
+    expected, (d_hidden, d_weight, d_bias) = outcome(slice(None))
+    threads = Threads(3)
+    monkeypatch.setattr(lm_head, "dist", threads)
+    parts = threads.run(lambda rank: outcome(slice(4 * rank, 4 * rank + 4), group="a group"))
+    for scores, _ in parts:
+        for one, other in zip(scores, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    of_hidden, of_weight, of_bias = zip(*(gradients for _, gradients in parts))
+    for one, other in ((sum(of_hidden), d_hidden), (torch.cat(of_weight), d_weight), (torch.cat(of_bias), d_bias)):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_some_gradients_only():
