@@ -3,7 +3,8 @@
 """Measure an update and log-probabilities of Megatron's GPTModel, prompts shared beside replicated, in one start.
 
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
-    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7 --group 4 --layout 'E(tt|)*12ttt|tL'
+    torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7 --group 4 \\
+        --layout 'E(tt|)*12ttt|tL'
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --model qwen3-30b-a3b-L12
     python benchmarks/report.py                                                    # the page, of the result files
 

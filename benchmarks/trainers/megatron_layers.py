@@ -11,10 +11,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @contextlib.contextmanager
@@ -54,9 +54,9 @@ class GroupedExperts(MegatronModule):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Tokens (T, H) in the order of experts, and the router's weights (T,); a part of the sum over ranks."""
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
-        gate, up = F.grouped_mm(tokens, self.first.transpose(1, 2), offs=ends).chunk(2, -1)
-        inner = (F.silu(gate) * up * weights[:, None]).to(tokens.dtype)
-        return F.grouped_mm(inner, self.second.transpose(1, 2), offs=ends), None
+        gate, up = functional.grouped_mm(tokens, self.first.transpose(1, 2), offs=ends).chunk(2, -1)
+        inner = (functional.silu(gate) * up * weights[:, None]).to(tokens.dtype)
+        return functional.grouped_mm(inner, self.second.transpose(1, 2), offs=ends), None
 
 
 @contextlib.contextmanager

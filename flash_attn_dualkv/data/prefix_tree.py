@@ -104,7 +104,11 @@ class PrefixTree:
         """The tree of some of the sequences, in this order: the nodes on their paths, cut behind the last token of all.
 
         Nodes begin where they begin here, so that a node may have a single child.
+
+        Raises:
+            SharedPromptError: a sequence that does not exist.
         """
+        chosen = [checks.integer("chosen", one, 0, len(self.leaves) - 1) for one in chosen]
         lens = [-1] * len(self.node_lens)  # of the nodes that are kept
         lowest: list[int] = []  # of each sequence the node with its last token
         for index in chosen:

@@ -46,6 +46,8 @@ def unpack_logprobs(
     expected = f"a number of {values.dtype} (as values)"
     if isinstance(fill, bool) or not isinstance(fill, (int, float)):
         raise SharedPromptTypeError(explain("fill", expected, checks.describe(fill)))
+    if not values.dtype.is_floating_point and fill % 1:  # PyTorch would cut it
+        raise SharedPromptError(explain("fill", expected, fill))
     try:
         filled = values.new_full((samples * longest,), fill)
     except (RuntimeError, OverflowError):

@@ -189,6 +189,26 @@ def test_unpacking_to_the_width_of_a_mask() -> None:
     assert values.grad is not None and values.grad.tolist() == [1.0, 1.0, 1.0]
 
 
+def test_unpacking_integers() -> None:
+    batch = pack_shared_prompts([[1], [2]], [[3, 4], [5]])
+    assert unpack_logprobs(torch.tensor([1, 2, 3]), batch, fill=-1.0).tolist() == [[1, 2], [3, -1]]
+    with pytest.raises(SharedPromptError, match=r"^fill: expected a number of torch.int64 \(as values\), got 0.5"):
+        unpack_logprobs(torch.tensor([1, 2, 3]), batch, fill=0.5)
+
+
+def test_rows_of_tokens_that_are_none() -> None:
+    batch = pack_shared_prompts([[1], [2]], [[3, 4], [5]])
+    for tokens, message in (
+        (torch.tensor([5]), "places among 5 tokens"),
+        (torch.tensor([-1]), "places among 5 tokens"),
+        (torch.tensor([0]).int(), "int64"),
+        (torch.tensor([[0]]), "1 dimension"),
+        ([0], "an integer tensor"),
+    ):
+        with pytest.raises(SharedPromptError, match=f"^tokens: expected .*{message}"):
+            batch.rows_of(tokens)  # type: ignore[arg-type]
+
+
 def test_unpacking_values_of_another_batch() -> None:
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
     for function in (unpack_logprobs, unpack_to_jagged):

@@ -77,6 +77,13 @@ def test_a_part_of_a_tree(forest: Forest, boundary: Any, min_shared: int, data: 
     assert tree.part(range(len(sequences))).node_lens == tree.node_lens
 
 
+def test_a_part_of_sequences_that_are_none() -> None:
+    tree = group_by_prefix([[1, 2], [1, 3]])
+    for chosen in ([2], [-1]):
+        with pytest.raises(SharedPromptError, match="^chosen: expected an int >= 0 and <= 1"):
+            tree.part(chosen)
+
+
 def test_rows_of_tokens() -> None:
     """Of a sequence that ends within another's node, of equal ones, and of tokens in any order."""
     sequences = [[1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 9], [7]]

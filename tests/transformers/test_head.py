@@ -258,6 +258,14 @@ def test_rows_that_are_refused() -> None:
             dualkv.shared_prompt_logits(model, batch, rows, lambda logits, _: (logits,))
     with pytest.raises(SharedPromptTypeError, match="^reduce: expected a function"):
         dualkv.shared_prompt_logits(model, batch, batch.token_index, 3)
+    for reduce, message in (
+        (lambda logits, _: logits, "returns a tuple of tensors"),
+        (lambda logits, _: [logits, None], "returns a tuple of tensors"),
+        (lambda logits, _: (logits.sum(),), f"a value for each of {TOKENS} rows"),
+        (lambda logits, _: (logits[1:],), f"a value for each of {TOKENS} rows"),
+    ):
+        with pytest.raises(SharedPromptError, match=f"^reduce: expected .*{message}"):
+            dualkv.shared_prompt_logits(model, batch, batch.token_index, reduce)
 
 
 def test_a_vocabulary_that_ranks_divide() -> None:

@@ -210,6 +210,14 @@ def test_compiled_model():
     check_equal(got, expected, 1e-5)
 
 
+def test_compiled_without_a_layout():
+    """One graph: the guard of a packed forward is none of it, where there is none."""
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.explain(model)(torch.arange(8)[None], use_cache=False)
+    assert (graphs.graph_count, graphs.graph_break_count) == (1, 0), graphs.break_reasons
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_compiled_step(is_compiled):
     """Scores and logits are computed as they are; the model inside may be compiled, and fullgraph says why not."""

@@ -248,7 +248,8 @@ def _attend_without_layout(
 
 def _stock_mask(attention_mask: Any, kwargs: dict[str, Any]) -> Any:
     """The mask that stock attention takes; an error if it is for a packed row whose layout got lost."""
-    if guard.current() is None:  # the guard counts layers that lost it
+    # The guard counts layers that lost it. A compiled graph would break at it, in every layer.
+    if not torch.compiler.is_compiling() and guard.current() is None:
         check_unpacked(kwargs.get("position_ids"), attention_mask)
     return attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
 

@@ -156,7 +156,8 @@ def shared_prompt_logits(
         These tensors for all n rows, on the device of `rows`.
 
     Raises:
-        SharedPromptError: as of `shared_prompt_forward`; rows that are no int64 of one dimension, or elsewhere.
+        SharedPromptError: as of `shared_prompt_forward`; rows that are no int64 of one dimension, or elsewhere; what
+            `reduce` returns is not as described.
         SharedPromptLayoutError: as there.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
@@ -166,10 +167,25 @@ def shared_prompt_logits(
 
     def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
         begins = range(0, max(1, len(hidden)), rows)
-        parts = [reduce(head(hidden[at : at + rows]), slice(at, at + rows)) for at in begins]
+        parts = [_reduced(reduce, head(hidden[at : at + rows]), slice(at, at + rows)) for at in begins]
         return tuple(map(torch.cat, zip(*parts)))
 
     return _scored(model, batch, rows, score, self_check)
+
+
+def _reduced(reduce: Callable[[Tensor, slice], tuple[Tensor, ...]], logits: Tensor, at: slice) -> tuple[Tensor, ...]:
+    """What the function makes of a chunk: tensors that can be joined with those of others."""
+    count = len(logits)
+    made: Any = reduce(logits, at)
+    if isinstance(made, Tensor) or not all(isinstance(one, Tensor) for one in checks.items("reduce", made, "tensors")):
+        raise SharedPromptTypeError(
+            explain("reduce", "a function that returns a tuple of tensors", checks.describe(made))
+        )
+    for one in made:
+        if one.dim() == 0 or len(one) != count:
+            got = f"one of shape {tuple(one.shape)}"
+            raise SharedPromptError(explain("reduce", f"tensors with a value for each of {count} rows", got))
+    return tuple(made)
 
 
 def checked_rows(rows: Any, batch: PackedBatch) -> Tensor:
