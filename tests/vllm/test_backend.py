@@ -214,6 +214,16 @@ def test_windows_and_trainer(calls: Calls) -> None:
     assert calls.rows == [42]
 
 
+@pytest.mark.parametrize("exact", ["trainer", "split"])
+def test_divided_walks(exact: str, calls: Calls) -> None:
+    """The plan is of that kind, and prompts run on vLLM's kernels unless they are to have the trainer's bits."""
+    settings = {"flash_attn_dualkv": {"exact": exact}}
+    builder = steps.builder(layer := Layer(), steps.config(additional_config=settings))
+    run(layer, builder, [*DECODING, *PREFILL])
+    assert builder._sharing._plan.exact == exact
+    assert calls.rows == ([] if exact == "trainer" else [42])
+
+
 def test_sinks_and_softcap() -> None:
     layer = Layer(sinks=torch.tensor([0.0, 2.0, -1.0, 4.0]), logits_soft_cap=0.5)
     run(layer, steps.builder(layer), DECODING)
@@ -460,7 +470,7 @@ def test_settings() -> None:
     given = {"exact": "trainer", "boundary": "gather", "log_interval": 0}
     assert read_settings({KEY: given, "other": 1}, False) == Settings("trainer", "gather", 0.0)
     for wrong, message in (
-        ({"exact": "split"}, "'exact'.*'trainer'"),
+        ({"exact": "fast"}, "'exact'.*'trainer' or 'split'"),
         ({"boundary": "here"}, "boundary"),
         ({"log_interval": -1}, "'log_interval'"),
         ({"exakt": "trainer"}, "a dict of exact, boundary, log_interval, got 'exakt'"),
@@ -468,6 +478,9 @@ def test_settings() -> None:
     ):
         with pytest.raises(SharedPromptError, match=message):
             read_settings({KEY: wrong}, False)
+    assert read_settings({KEY: {"exact": "split"}}, False).exact == "split"
+    with pytest.raises(SharedPromptError, match="'exact'.*expected 'trainer', got 'split'"):
+        read_settings({KEY: {"exact": "split"}}, True)
 
 
 def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ class Settings(NamedTuple):
     """`additional_config={"flash_attn_dualkv": {...}}` of an engine.
 
     exact: "trainer" computes prompts as decoding does, so that attention has the bits of the
-        training forward in every step, and in any chunks. None: prompts run on vLLM's kernels;
-        under VLLM_BATCH_INVARIANT=1 it is "trainer".
+        training forward in every step, and in any chunks. "split" divides long walks, as
+        `SharedPrefixPlan(exact="split")` does. With it, and with None, prompts run on vLLM's
+        kernels; under VLLM_BATCH_INVARIANT=1 None is "trainer", and nothing else is taken.
     boundary: as training packs its samples (`pack_shared_prompts`).
     log_interval: seconds between two lines of statistics in vLLM's log; 0: none.
     """
@@ -26,6 +27,10 @@ class Settings(NamedTuple):
     exact: str | None = None
     boundary: Boundary = "replicate"
     log_interval: float = 60.0
+
+    @property
+    def decodes_prompts(self) -> bool:
+        return self.exact == "trainer"
 
 
 def read_settings(additional_config: Any, batch_invariant: bool) -> Settings:
@@ -43,7 +48,8 @@ def read_settings(additional_config: Any, batch_invariant: bool) -> Settings:
     asked = Settings(**found)
     exact = asked.exact
     if exact is not None:
-        checks.choice(f"{name}['exact']", exact, ("trainer",))
+        # vLLM's own prefill and the first tokens of chunks would then have other bits than divided walks.
+        checks.choice(f"{name}['exact']", exact, ("trainer",) if batch_invariant else ("trainer", "split"))
     elif batch_invariant:
         exact = "trainer"
     interval = checks.number(f"{name}['log_interval']", asked.log_interval, zero=True)

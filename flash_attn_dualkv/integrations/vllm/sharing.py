@@ -103,7 +103,7 @@ class Sharing:
     def _decoded(self, common: Any) -> tuple[int, int]:
         """How many of a step's first requests are decoded, and their tokens."""
         everything = common.num_reqs, common.num_actual_tokens
-        if self.settings.exact is not None or common.max_query_len <= self.geometry.threshold:
+        if self.settings.decodes_prompts or common.max_query_len <= self.geometry.threshold:
             return everything
         offsets = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
         is_long = np.diff(offsets) > self.geometry.threshold
@@ -112,7 +112,7 @@ class Sharing:
 
     def _rows(self) -> int:
         most = self.geometry.max_requests * self.geometry.threshold
-        return max(most, self.geometry.max_tokens) if self.settings.exact is not None else most
+        return max(most, self.geometry.max_tokens) if self.settings.decodes_prompts else most
 
     def _made(self, columns: int) -> SharedPrefixPlan | None:
         """The plan for block tables of so many columns; None if the kernels lack what it needs."""
