@@ -21,7 +21,7 @@ HEADLINE = (
     ("paper-8b", "tokens 40960", "micro-batches of 40K tokens"),
     ("paper", "tokens 40960", "micro-batches of 40K tokens"),
     ("memory", "micro 32", "all in one micro-batch, 1 GPU"),
-    ("moe", "tokens 40960", "micro-batches of 40K tokens"),
+    ("moe-x4", "tokens 40960", "40K tokens, 4 GPUs"),
     ("math-300", "tokens 32768", "short prompts"),
 )
 FIGURES = ["update_s", "infer_s", "update_gib", "infer_gib"]
