@@ -48,7 +48,7 @@ def read_settings(additional_config: Any, batch_invariant: bool) -> Settings:
     asked = Settings(**found)
     exact = asked.exact
     if exact is not None:
-        # vLLM's own prefill and the first tokens of chunks would then have other bits than divided walks.
+        # Chunks of a prompt on vLLM's prefill would have other bits than divided walks.
         checks.choice(f"{name}['exact']", exact, ("trainer",) if batch_invariant else ("trainer", "split"))
     elif batch_invariant:
         exact = "trainer"
