@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7 --group 4 \\
         --layout 'E(tt|)*12ttt|tL'
-    torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --model qwen3-30b-a3b-L12
+    torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --vpp 6 --group 4 \\
+        --model qwen3-30b-a3b-L12
     python benchmarks/report.py                                                    # the page, of the result files
 
 Random weights of Qwen3's shapes and random tokens; bf16 with float32 gradients (Megatron's DDP), Megatron's schedules,

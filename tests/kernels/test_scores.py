@@ -185,7 +185,7 @@ def test_logits_far_apart(dtype: torch.dtype) -> None:
     assert_close(score(logits, targets), expected_scores(logits, targets, 1.0))
 
 
-# --- the gradient -------------------------------------------------------------------------------------------------
+# --- the gradient ---
 
 
 def gradient(
@@ -313,7 +313,7 @@ def test_more_than_2_31_logits() -> None:
     assert torch.equal(d_logits[last], gradient(few, targets, 1.0, expected, torch.ones(2), torch.ones(2)))
 
 
-# --- the LM head --------------------------------------------------------------------------------------------------
+# --- the LM head ---
 
 
 @pytest.fixture
