@@ -4,12 +4,15 @@
 
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_context.py                       # Qwen3-1.7B, 128K tokens
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_context.py --modes context crossed
+    torchrun --nproc-per-node 4 benchmarks/trainers/bench_context.py --shape qwen3-1.7b-4-groups-of-4x2Kx512 \
+        --modes one context ulysses crossed stock stock_pairs
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_context.py --device cpu          # a tiny model, a trial run
 
 bf16, random weights, activation checkpointing, the LM head in chunks over the leaves' tokens. A step is
 log-probabilities and all gradients, with their sum over the ranks, and no optimizer. In the mode "one" every rank has
 the whole row; "crossed" is heads over pairs of ranks, and rows over the pairs. Time is that of the slowest rank, memory
-the peak above weights and gradients of the rank that has most.
+the peak above weights and gradients of the rank that has most. "stock" is transformers' own model on sdpa, a sequence
+at a time with its prompt, on every rank; "stock_pairs" two at a time: how far a model is from itself in other batches.
 """
 
 from __future__ import annotations
@@ -30,13 +33,17 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench_model import make_ids, make_model, pack
+from bench_model import make_ids, make_model, pack, stock_step
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row, relative_difference
-from shapes import ALL_MODELS, Shape
+from shapes import ALL_MODELS, Shape, parse
 
 FOLDER = RESULTS / "trainers" / "context"
-MODES = ("one", "context", "ulysses", "crossed")
+DIVIDED = ("context", "ulysses", "crossed")
+STOCK = {"stock": 1, "stock_pairs": 2}  # sequences of a micro-batch
+MODES = ("one", *DIVIDED, *STOCK)
+Step = Callable[[], Tensor]
+Results = tuple[Tensor, list[Tensor]]  # log-probabilities, gradients
 
 
 def long_tree(tokens: int, model: str, layers: int | None) -> Shape:
@@ -73,8 +80,32 @@ def divided(mode: str, layout: Any) -> Any:
     return UlyssesLayout.of(ContextLayout.of(layout, rows, pad_to_multiple_of=2), heads)
 
 
-def step_of(model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[Callable[[], Tensor], Row]:
+def step_of(model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[Step, Row]:
     """The step, which gives the log-probabilities, and what a rank has of the row."""
+    model.set_attn_implementation("sdpa" if mode in STOCK else "dualkv")
+    return stock_steps(model, shape, STOCK[mode], device) if mode in STOCK else shared_step(model, shape, mode, device)
+
+
+def stock_steps(model: Any, shape: Shape, sequences: int, device: torch.device) -> tuple[Step, Row]:
+    """Micro-batches of so many sequences, padded to the longest."""
+    ids, dout = make_ids(shape, device)
+    leaves = [shape.leaves[begin : begin + sequences] for begin in range(0, len(shape.leaves), sequences)]
+    micro_batches = [stock_step(shape, ids, model, one, max(shape.ends[leaf] for leaf in one)) for one in leaves]
+
+    def step() -> Tensor:
+        logps = torch.empty_like(dout)
+        for run, scored in micro_batches:
+            found = run()
+            found.backward(dout[scored])
+            logps[scored] = found.detach().float()
+        return logps
+
+    tokens = shape.replicated_tokens
+    return step, {"ranks": 1, "rows_per_rank": tokens, "tokens": shape.packed_tokens}
+
+
+def shared_step(model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[Step, Row]:
+    """One packed row, whole or divided."""
     from flash_attn_dualkv.integrations.transformers import shared_prompt_forward
 
     ids, dout = make_ids(shape, device)
@@ -94,6 +125,13 @@ def step_of(model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[
     return step, {"ranks": ranks, "rows_per_rank": rows, "tokens": batch.layout.num_tokens}
 
 
+def useful_flops(model: Any, shape: Shape) -> float:
+    """Of a step: six a weight and token, and attention; what checkpointing computes again is not counted."""
+    of_layers = sum(one.numel() for one in model.model.layers.parameters())
+    linear = 6 * (of_layers * shape.packed_tokens + model.lm_head.weight.numel() * sum(shape.responses))
+    return linear + shape.model.layers * (shape.flops("forward") + shape.flops("backward"))
+
+
 def largest(value: float, device: torch.device) -> float:
     """Of all ranks."""
     found = torch.tensor(value, dtype=torch.float64, device=device)
@@ -101,7 +139,7 @@ def largest(value: float, device: torch.device) -> float:
     return found.item()
 
 
-def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: int) -> tuple[Row, Tensor, list[Tensor]]:
+def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: int) -> tuple[Row, Results]:
     """Figures of a mode, its log-probabilities, and its gradients on the host."""
     is_cuda = device.type == "cuda"
     step, row = step_of(model, shape, mode, device)
@@ -122,21 +160,25 @@ def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: in
         times.append(largest(time.perf_counter() - begin, device))
     parameters = sum(one.numel() * one.element_size() for one in model.parameters())
     row = {"mode": mode, **row, "step_ms": 1e3 * statistics.median(times[1:]), "weights_bytes": parameters}
+    if mode not in STOCK:
+        row["tflops_per_rank"] = useful_flops(model, shape) / row["step_ms"] / row["ranks"] / 1e9
     if is_cuda:
         row["peak_bytes"] = int(largest(max(peaks[1:]), device))
         row["above_bytes"] = row["peak_bytes"] - 2 * parameters
     gradients = [one.grad.float().cpu() for one in model.parameters()]
-    return row, logps.float().cpu(), gradients
+    return row, (logps.float().cpu(), gradients)
 
 
-def compared(row: Row, found: tuple[Tensor, list[Tensor]], one: tuple[Row, Tensor, list[Tensor]]) -> None:
-    """Add to a row how far it is from that of one rank: rate, memory, results."""
-    alone, logps, gradients = one
-    row["rate_of_one"] = alone["step_ms"] / row["step_ms"]
-    if "above_bytes" in row:
-        row["memory_of_one"] = row["above_bytes"] / alone["above_bytes"]
-    row["logps_difference"] = (found[0] - logps).abs().max().item()
-    row["gradient_difference"] = max(map(relative_difference, found[1], gradients))
+def compared(row: Row, found: Results, base: Results) -> None:
+    """Add to a row how far its log-probabilities and gradients are from those of another."""
+    away = (found[0] - base[0]).abs()
+    row["logps_difference"], row["logps_mean_difference"] = away.max().item(), away.mean().item()
+    row["gradient_difference"] = max(map(relative_difference, found[1], base[1]))
+    row["norm_difference"] = abs(norm_of(found[1]) / norm_of(base[1]) - 1)
+
+
+def norm_of(gradients: list[Tensor]) -> float:
+    return sum(one.double().square().sum().item() for one in gradients) ** 0.5
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,6 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=sorted(ALL_MODELS), help="its shape (default: qwen3-1.7b; tiny on the CPU)")
     parser.add_argument("--layers", type=int, help="as many of its layers (default: all)")
     parser.add_argument("--tokens", type=int, help="of the tree (default: 128K; 600 on the CPU)")
+    parser.add_argument("--shape", type=parse, help="instead of a tree of so many tokens, as in bench_model.py")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3])
     parser.add_argument("--steps", type=int, default=3, help="that are timed, behind one that is not")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -159,19 +202,23 @@ def main(arguments: list[str] | None = None) -> int:
 
     register()
     tokens = options.tokens or (131072 if is_cuda else 600)
-    shape = long_tree(tokens, options.model or ("qwen3-1.7b" if is_cuda else "tiny"), options.layers)
+    shape = options.shape or long_tree(tokens, options.model or ("qwen3-1.7b" if is_cuda else "tiny"), options.layers)
     model = make_model(shape, "dualkv", torch.bfloat16 if is_cuda else torch.float32, device)
     gpu = torch.cuda.get_device_name() if is_cuda else "CPU"
     ranks = dist.get_world_size()
     name = f"{gpu_folder(gpu)}-x{ranks}"
-    result, rows = Result(options, FOLDER, name, gpu, shape=shape.name, ranks=ranks), []
-    one: Any = None
+    result, rows = Result(options, FOLDER, name, gpu, shape=shape.name, ranks=ranks), list[Row]()
+    bases: dict[str, Results] = {}
     for mode in options.modes:
-        row, logps, gradients = measure(model, shape, mode, device, options.steps)
-        if mode == "one":
-            one = row, logps, gradients
-        elif one is not None:
-            compared(row, (logps, gradients), one)
+        row, found = measure(model, shape, mode, device, options.steps)
+        base = "stock" if mode in STOCK else "one"
+        if base in bases:
+            compared(row, found, bases[base])
+        if rows and rows[0]["mode"] == "one":
+            row["rate_of_one"] = rows[0]["step_ms"] / row["step_ms"]
+            if is_cuda:
+                row["memory_of_one"] = row["above_bytes"] / rows[0]["above_bytes"]
+        bases.setdefault(mode, found)
         rows.append(row)
         if dist.get_rank() == 0:
             print(row, flush=True)

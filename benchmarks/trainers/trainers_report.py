@@ -30,7 +30,10 @@ VERL, OURS, *OTHERS = (COLORS[name] for name in ("cudnn_flex", "flex_fa4", "fa4"
 WINDOW = 10  # steps over which TRL's rewards are averaged
 
 # Modes of bench_context.py.
-ROWS = {"one": "on one rank", "context": "context parallelism", "ulysses": "Ulysses", "crossed": "both"}
+ROWS = {
+    "one": "on one rank", "context": "context parallelism", "ulysses": "Ulysses", "crossed": "both",
+    "stock": "stock, 1 sequence a batch", "stock_pairs": "stock, 2 sequences a batch",
+}  # fmt: skip
 
 
 def render(folder: Path) -> list[Path]:
@@ -338,10 +341,12 @@ def long_contexts(folder: Path) -> str:
                 "rows a rank": row["rows_per_rank"],
                 "step, ms": f"{row['step_ms']:.0f}",
                 "rate": f"{row.get('rate_of_one', 1):.2f}x",
+                "TFLOP/s a rank": figure(row, "tflops_per_rank", ".0f"),
                 "GB above weights and gradients": figure(row, "above_bytes", ".1f", 1e9),
                 "of one rank's": figure(row, "memory_of_one", ".2f"),
                 "log-probabilities": figure(row, "logps_difference", ".1e"),
                 "gradients": figure(row, "gradient_difference", ".1e"),
+                "gradient norm": figure(row, "norm_difference", ".1e"),
             }
             for row in rows
         )
