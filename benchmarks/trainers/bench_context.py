@@ -140,7 +140,7 @@ def largest(value: float, device: torch.device) -> float:
 
 
 def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: int) -> tuple[Row, Results]:
-    """Figures of a mode, its log-probabilities, and its gradients on the host."""
+    """Figures of a mode, its log-probabilities, and its gradients, which leave the device."""
     is_cuda = device.type == "cuda"
     step, row = step_of(model, shape, mode, device)
     times, peaks = [], []
@@ -165,20 +165,21 @@ def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: in
     if is_cuda:
         row["peak_bytes"] = int(largest(max(peaks[1:]), device))
         row["above_bytes"] = row["peak_bytes"] - 2 * parameters
-    gradients = [one.grad.float().cpu() for one in model.parameters()]
+    gradients = [one.grad.cpu() for one in model.parameters()]
     return row, (logps.float().cpu(), gradients)
 
 
-def compared(row: Row, found: Results, base: Results) -> None:
+def compared(row: Row, found: Results, base: Results, device: torch.device) -> None:
     """Add to a row how far its log-probabilities and gradients are from those of another."""
     away = (found[0] - base[0]).abs()
     row["logps_difference"], row["logps_mean_difference"] = away.max().item(), away.mean().item()
-    row["gradient_difference"] = max(map(relative_difference, found[1], base[1]))
-    row["norm_difference"] = abs(norm_of(found[1]) / norm_of(base[1]) - 1)
-
-
-def norm_of(gradients: list[Tensor]) -> float:
-    return sum(one.double().square().sum().item() for one in gradients) ** 0.5
+    most, squares = 0.0, torch.zeros(2, dtype=torch.float64, device=device)
+    for pair in zip(found[1], base[1]):
+        one, other = (gradient.to(device) for gradient in pair)
+        most = max(most, relative_difference(one, other))
+        squares += torch.stack([one.double().square().sum(), other.double().square().sum()])
+    row["gradient_difference"] = most
+    row["norm_difference"] = abs((squares[0] / squares[1]).sqrt().item() - 1)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -213,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
         row, found = measure(model, shape, mode, device, options.steps)
         base = "stock" if mode in STOCK else "one"
         if base in bases:
-            compared(row, found, bases[base])
+            compared(row, found, bases[base], device)
         if rows and rows[0]["mode"] == "one":
             row["rate_of_one"] = rows[0]["step_ms"] / row["step_ms"]
             if is_cuda:

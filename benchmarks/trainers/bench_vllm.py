@@ -30,7 +30,6 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "stock_invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}),
     "dualkv": ({"backend": "CUSTOM"}, {}),
     "trainer": ({"backend": "CUSTOM", "exact": "trainer"}, {}),
-    "split": ({"backend": "CUSTOM", "exact": "split"}, {}),
     "dualkv_invariant": ({"backend": "CUSTOM"}, {"VLLM_BATCH_INVARIANT": "1"}),
     "triton": ({"backend": "TRITON_ATTN"}, {}),
     # Arctic Inference's forest cascade takes the first runner, and its graphs leave attention out.

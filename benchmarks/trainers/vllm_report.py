@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pages import Section, markdown, number, sections
+from pages import Section, markdown, number, read, sections
 
 LABELS = {  # of engines, by their names in bench_vllm.py; the first of a shape is what others are compared with
     "stock": "vLLM",
@@ -16,35 +16,40 @@ LABELS = {  # of engines, by their names in bench_vllm.py; the first of a shape 
     "arctic": "Arctic Inference, forest cascade",
     "dualkv": "this package",
     "trainer": 'this package, exact="trainer"',
-    "split": 'this package, exact="split"',
     "dualkv_invariant": "this package, batch-invariant",
 }
 SHAPE = ["model", "layers", "groups", "n", "prompt", "new"]
+FIGURES = ["step_ms", "tokens_per_s"]
 
 
 def rollouts_of_vllm(folder: Path) -> str:
-    """A table of every result file: medians of its runs. "" if there is none."""
-
-    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
-        frame = pd.DataFrame(rows)
-        medians = frame.groupby([*SHAPE, "who"], sort=False)[["step_ms", "tokens_per_s"]].median().reset_index()
-        firsts = medians.groupby(SHAPE, sort=False)[["step_ms", "tokens_per_s"]].transform("first")
-        table = pd.DataFrame(
-            {
-                "model": [f"{row.model}, {row.layers} layers" for row in medians.itertuples()],
-                "G x N x P x R": [f"{row.groups} x {row.n} x {row.prompt} x {row.new}" for row in medians.itertuples()],
-                "attention": medians["who"].map(LABELS),
-                "decoding step, ms": medians["step_ms"].map(lambda value: number(value, 2)),
-                "x": (firsts["step_ms"] / medians["step_ms"]).map(lambda value: number(value, 2)),
-                "tokens/s": medians["tokens_per_s"].map(number),
-                "x, with the prefill": (medians["tokens_per_s"] / firsts["tokens_per_s"]).map(
-                    lambda value: number(value, 2)
-                ),
-            }
-        )
-        return Section(f"vLLM {rows[0]['vllm']}, {header['gpu']}", markdown(table, 3))
-
-    return sections(folder, section)
+    """One table: medians of the runs of every result file, beside the first engine of the same shape. "" if empty."""
+    tables, titles = [], set[str]()
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        titles.add(f"vLLM {rows[0]['vllm']}, {header['gpu']}, torch {header['torch']}")
+        by_engine = pd.DataFrame(rows).groupby([*SHAPE, "who"], sort=False)
+        medians = by_engine[FIGURES].median().assign(runs=by_engine.size()).reset_index()
+        ratios = medians[FIGURES] / medians.groupby(SHAPE, sort=False)[FIGURES].transform("first")
+        medians["file"] = f"[`{header['commit'][:7]}`]({folder.name}/{path.name})"
+        tables.append(medians.assign(faster=1 / ratios["step_ms"], more=ratios["tokens_per_s"]))
+    if not tables:
+        return ""
+    found = pd.concat(tables).sort_values(SHAPE[:2], kind="stable")
+    table = pd.DataFrame(
+        {
+            "model": [f"{row.model}, {row.layers} layers" for row in found.itertuples()],
+            "G x N x P x R": [f"{row.groups} x {row.n} x {row.prompt} x {row.new}" for row in found.itertuples()],
+            "attention": found["who"].map(LABELS),
+            "decoding step, ms": found["step_ms"].map(lambda value: number(value, 2)),
+            "x": found["faster"].map(lambda value: number(value, 2)),
+            "tokens/s": found["tokens_per_s"].map(number),
+            "x, with the prefill": found["more"].map(lambda value: number(value, 2)),
+            "runs": found["runs"].map(str),
+            "file, by its commit": found["file"],
+        }
+    )
+    return f"### {'; '.join(sorted(titles))}\n\n{markdown(table, 3)}"
 
 
 def mismatches_of_vllm(folder: Path) -> str:

@@ -176,9 +176,10 @@ def test_page(tmp_path: Path) -> None:
     header = {"gpu": "NVIDIA H200", "commit": "0123456789ab", "dirty": False, "torch": "2.11"}
     (tmp_path / "h200.json").write_text(json.dumps({"header": header, "rows": rows}))
     page = vllm_report.rollouts_of_vllm(tmp_path)
-    assert "### vLLM 0.26.0, NVIDIA H200" in page
+    assert "### vLLM 0.26.0, NVIDIA H200, torch 2.11\n" in page
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| q")]
-    assert cells[0][1:] == ["16 x 16 x 8192 x 128", "vLLM", "13.00", "1.00", "11000", "1.00"]
-    assert cells[1][2:] == ["this package", "5.00", "2.60", "22000", "2.00"]
+    file = f"[`0123456`]({tmp_path.name}/h200.json)"
+    assert cells[0][1:] == ["16 x 16 x 8192 x 128", "vLLM", "13.00", "1.00", "11000", "1.00", "2", file]
+    assert cells[1][2:] == ["this package", "5.00", "2.60", "22000", "2.00", "2", file]
     assert cells[2][4] == "1.00" and vllm_report.rollouts_of_vllm(tmp_path / "none") == ""
     assert vllm_report.LABELS.keys() == bench_vllm.ENGINES.keys()

@@ -17,9 +17,10 @@ class Settings(NamedTuple):
     """`additional_config={"flash_attn_dualkv": {...}}` of an engine.
 
     exact: "trainer" computes prompts as decoding does, so that attention has the bits of the
-        training forward in every step, and in any chunks. "split" divides long walks, as
-        `SharedPrefixPlan(exact="split")` does. With it, and with None, prompts run on vLLM's
-        kernels; under VLLM_BATCH_INVARIANT=1 None is "trainer", and nothing else is taken.
+        training forward in every step, and in any chunks. None leaves prompts to vLLM's kernels
+        and decodes with `SharedPrefixPlan(exact="split")`, whose walks are divided: the last
+        requests of a ragged rollout would wait for serial ones. VLLM_BATCH_INVARIANT=1 sets
+        "trainer": chunks of a prompt on vLLM's kernels would have other bits than divided walks.
     boundary: as training packs its samples (`pack_shared_prompts`).
     log_interval: seconds between two lines of statistics in vLLM's log; 0: none.
     """
@@ -31,6 +32,11 @@ class Settings(NamedTuple):
     @property
     def decodes_prompts(self) -> bool:
         return self.exact == "trainer"
+
+    @property
+    def walks(self) -> str:
+        """`exact` of the plan."""
+        return self.exact or "split"
 
 
 def read_settings(additional_config: Any, batch_invariant: bool) -> Settings:
@@ -48,8 +54,7 @@ def read_settings(additional_config: Any, batch_invariant: bool) -> Settings:
     asked = Settings(**found)
     exact = asked.exact
     if exact is not None:
-        # Chunks of a prompt on vLLM's prefill would have other bits than divided walks.
-        checks.choice(f"{name}['exact']", exact, ("trainer",) if batch_invariant else ("trainer", "split"))
+        checks.choice(f"{name}['exact']", exact, ("trainer",))
     elif batch_invariant:
         exact = "trainer"
     interval = checks.number(f"{name}['log_interval']", asked.log_interval, zero=True)

@@ -127,7 +127,7 @@ class Sharing:
                 self._plan = SharedPrefixPlan(
                     geometry.max_requests, columns, num_pages=pages, max_queries=self._rows(), page_size=page_size,
                     num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
-                    device=self.device, exact=self.settings.exact,
+                    device=self.device, exact=self.settings.walks,
                 )  # fmt: skip
                 with torch.inference_mode(False):  # a tensor that can be written in any mode
                     self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
