@@ -41,7 +41,7 @@ def render(folder: Path) -> list[Path]:
 
     Args:
         folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/, vllm/ and vllm_mismatch/,
-            of long rows in context/, of Megatron in megatron/, and gets what is made.
+            of long rows in context/, of Megatron in megatron/, of lm_eval in scoring/, and gets what is made.
 
     Raises:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
@@ -77,6 +77,7 @@ def render(folder: Path) -> list[Path]:
         "megatron": megatron(folder / "megatron"),
         "vllm": rollouts_of_vllm(folder / "vllm"),
         "sampler": mismatches_of_vllm(folder / "vllm_mismatch"),
+        "scoring": scoring(folder / "scoring"),
     }
     page.write_text(filled("trainers", others, **parts))
     short.write_text(headline(pairs) + "\n")
@@ -379,6 +380,34 @@ def megatron(folder: Path) -> str:
             f" pipeline {run['pipeline']}{virtual}, {header['gpus']} x {header['gpu']}"
         )
         return Section(title, markdown(pd.DataFrame(table)), after=f", megatron-core {run['version']}")
+
+    return sections(folder, section)
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+def scoring(folder: Path) -> str:
+    """A table of every result file. "" if there is none."""
+
+    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
+        table = pd.DataFrame(
+            {
+                "task": row["task"],
+                "tokens, hf": str(row["tokens_hf"]),
+                "dualkv": str(row["tokens"]),
+                "fewer": f"{row['token_ratio']:.1f}x",
+                "s, hf": f"{row['hf_seconds']:.2f}",
+                "s, dualkv": f"{row['dualkv_seconds']:.2f}",
+                "faster": f"{row['time_ratio']:.1f}x",
+                "GiB, hf": f"{row['hf_peak_gib']:.1f}",
+                "GiB, dualkv": f"{row['dualkv_peak_gib']:.1f}",
+                "same choice": f"{100 * row['same_choices']:.0f}%",
+            }
+            for row in rows
+        )
+        title = f"{header['model']}, {rows[0]['questions']} questions of each task, {header['gpu']}"
+        return Section(title, markdown(table, 1), after=transformers_of(header))
 
     return sections(folder, section)
 

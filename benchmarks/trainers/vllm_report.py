@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from pages import Section, markdown, number, read, sections
 
-LABELS = {  # of engines, by their names in bench_vllm.py; the first of a shape is what others are compared with
+LABELS = {  # of engines, by their names in bench_vllm.py; ratios are to the first one of a shape
     "stock": "vLLM",
     "stock_invariant": "vLLM, batch-invariant",
     "triton": "vLLM, Triton",
@@ -18,38 +18,53 @@ LABELS = {  # of engines, by their names in bench_vllm.py; the first of a shape 
     "trainer": 'this package, exact="trainer"',
     "dualkv_invariant": "this package, batch-invariant",
 }
-SHAPE = ["model", "layers", "groups", "n", "prompt", "new"]
+# Commits before divided walks were the default, and then asked for as "split".
+BEFORE_DIVIDED = ("0f7635d", "1ff7a3e", "5e56ef0", "a0aa464")
+OLD_LABELS = {"dualkv": "this package, walks undivided", "split": LABELS["dualkv"]}
+SHAPE = ["gpu", "model", "layers", "groups", "n", "prompt", "new"]
 FIGURES = ["step_ms", "tokens_per_s"]
 
 
 def rollouts_of_vllm(folder: Path) -> str:
-    """One table: medians of the runs of every result file, beside the first engine of the same shape. "" if empty."""
-    tables, titles = [], set[str]()
+    """A table: medians of the runs of all result files, engines beside vLLM's own on the same shape. "" if empty."""
+    frames, titles = [], set[str]()
     for path in sorted(folder.glob("*.json")):
         header, rows = read(path)
-        titles.add(f"vLLM {rows[0]['vllm']}, {header['gpu']}, torch {header['torch']}")
-        by_engine = pd.DataFrame(rows).groupby([*SHAPE, "who"], sort=False)
-        medians = by_engine[FIGURES].median().assign(runs=by_engine.size()).reset_index()
-        ratios = medians[FIGURES] / medians.groupby(SHAPE, sort=False)[FIGURES].transform("first")
-        medians["file"] = f"[`{header['commit'][:7]}`]({folder.name}/{path.name})"
-        tables.append(medians.assign(faster=1 / ratios["step_ms"], more=ratios["tokens_per_s"]))
-    if not tables:
+        labels = LABELS | (OLD_LABELS if header["commit"].startswith(BEFORE_DIVIDED) else {})
+        titles.add(f"vLLM {rows[0]['vllm']}, torch {header['torch']}")
+        frame = pd.DataFrame(rows).assign(gpu=header["gpu"].removesuffix(" 80GB HBM3").removeprefix("NVIDIA "))
+        file = f"[`{header['commit'][:7]}`]({folder.name}/{path.name})"
+        frames.append(frame.assign(who=frame["who"].map(labels), file=file))
+    if not frames:
         return ""
-    found = pd.concat(tables).sort_values(SHAPE[:2], kind="stable")
+    everything = pd.concat(frames)
+    by_engine = everything.groupby([*SHAPE, "who"], sort=False)
+    files = by_engine["file"].agg(lambda of_engine: ", ".join(of_engine.unique()))
+    found = by_engine[FIGURES].median().assign(runs=by_engine.size(), files=files).reset_index()
+    labels = [*dict.fromkeys([*LABELS.values(), *OLD_LABELS.values()])]
+    keys = [*SHAPE[:3], "prompt", "groups", "n", "new"]
+    found = found.assign(order=found["who"].map(labels.index)).sort_values([*keys, "order"], key=shortest_first)
+    ratios = found[FIGURES] / found.groupby(SHAPE, sort=False)[FIGURES].transform("first")
     table = pd.DataFrame(
         {
+            "GPU": found["gpu"],
             "model": [f"{row.model}, {row.layers} layers" for row in found.itertuples()],
             "G x N x P x R": [f"{row.groups} x {row.n} x {row.prompt} x {row.new}" for row in found.itertuples()],
-            "attention": found["who"].map(LABELS),
+            "attention": found["who"],
             "decoding step, ms": found["step_ms"].map(lambda value: number(value, 2)),
-            "x": found["faster"].map(lambda value: number(value, 2)),
+            "x": (1 / ratios["step_ms"]).map(lambda value: number(value, 2)),
             "tokens/s": found["tokens_per_s"].map(number),
-            "x, with the prefill": found["more"].map(lambda value: number(value, 2)),
+            "x, with the prefill": ratios["tokens_per_s"].map(lambda value: number(value, 2)),
             "runs": found["runs"].map(str),
-            "file, by its commit": found["file"],
+            "files": found["files"],
         }
     )
-    return f"### {'; '.join(sorted(titles))}\n\n{markdown(table, 3)}"
+    return f"### {'; '.join(sorted(titles))}\n\n{markdown(table, 4)}"
+
+
+def shortest_first(column: pd.Series) -> pd.Series:
+    """New tokens, which are text, by how many they are at most."""
+    return column.map(lambda text: int(text.rpartition("-")[2])) if column.name == "new" else column
 
 
 def mismatches_of_vllm(folder: Path) -> str:

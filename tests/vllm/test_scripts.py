@@ -168,18 +168,26 @@ def test_configuration(tmp_path: Path) -> None:
 
 
 def test_page(tmp_path: Path) -> None:
-    """Ratios are to the first engine of the same shape; medians are of a shape's runs."""
+    """Medians are of all runs of a shape, in any file; ratios are to vLLM's own on the same GPU."""
     shape = {"model": "qwen3-8b", "layers": 8, "groups": 16, "n": 16, "prompt": 8192, "new": "128", "vllm": "0.26.0"}
-    times = (("stock", 12.0, 1e4), ("stock", 14.0, 1.2e4), ("dualkv", 5.0, 2.2e4), ("dualkv", 5.0, 2.2e4))
-    rows = [shape | {"who": who, "step_ms": step, "tokens_per_s": rate} for who, step, rate in times]
-    rows.append(shape | {"groups": 1, "who": "dualkv", "step_ms": 2.0, "tokens_per_s": 1.0})
-    header = {"gpu": "NVIDIA H200", "commit": "0123456789ab", "dirty": False, "torch": "2.11"}
-    (tmp_path / "h200.json").write_text(json.dumps({"header": header, "rows": rows}))
+
+    def write(name: str, gpu: str, commit: str, *times: tuple[str, float, float]) -> None:
+        rows = [shape | {"who": who, "step_ms": step, "tokens_per_s": rate} for who, step, rate in times]
+        header = {"gpu": gpu, "commit": commit, "dirty": False, "torch": "2.11"}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"header": header, "rows": rows}))
+
+    write("a", "NVIDIA H200", "0123456789ab", ("dualkv", 5.0, 2.2e4), ("dualkv", 5.0, 2.2e4))
+    write("b", "NVIDIA H200", "a0aa46460d32", ("stock", 12.0, 1e4), ("stock", 14.0, 1.2e4), ("dualkv", 6.5, 1.1e4))
+    write("c", "NVIDIA H200", "a0aa46460d32", ("split", 8.0, 2.2e4))
+    write("d", "NVIDIA H100 80GB HBM3", "0123456789ab", ("dualkv", 2.0, 1.0))
     page = vllm_report.rollouts_of_vllm(tmp_path)
-    assert "### vLLM 0.26.0, NVIDIA H200, torch 2.11\n" in page
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| q")]
-    file = f"[`0123456`]({tmp_path.name}/h200.json)"
-    assert cells[0][1:] == ["16 x 16 x 8192 x 128", "vLLM", "13.00", "1.00", "11000", "1.00", "2", file]
-    assert cells[1][2:] == ["this package", "5.00", "2.60", "22000", "2.00", "2", file]
-    assert cells[2][4] == "1.00" and vllm_report.rollouts_of_vllm(tmp_path / "none") == ""
+    assert "### vLLM 0.26.0, torch 2.11\n" in page
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| H")]
+    assert [row[0] for row in cells] == ["H100", "H200", "H200", "H200"]
+    assert cells[0][5] == "1.00" and cells[0][2] == "16 x 16 x 8192 x 128"
+    links = [f"[`{commit}`]({tmp_path.name}/{name}.json)" for name, commit in zip("abc", ("0123456", *2 * ["a0aa464"]))]
+    assert cells[1][3:] == ["vLLM", "13.00", "1.00", "11000", "1.00", "2", links[1]]
+    assert cells[2][3:] == ["this package", "5.00", "2.60", "22000", "2.00", "3", f"{links[0]}, {links[2]}"]
+    assert cells[3][3:] == ["this package, walks undivided", "6.50", "2.00", "11000", "1.00", "1", links[1]]
+    assert vllm_report.rollouts_of_vllm(tmp_path / "none") == ""
     assert vllm_report.LABELS.keys() == bench_vllm.ENGINES.keys()
