@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows that nobody reads leave before the layers without keys of their own, and nothing else changes."""
+"""Rows that nobody reads leave before the layers without keys of their own, or the last one; nothing else changes."""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from processes import run_ranks
 from tiny_models import (
     COMMON,
+    FAMILIES,
     TOLERANCES,
     Samples,
     check_equal,
@@ -30,7 +33,7 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError, layout, pack_prefix_tree
-from flash_attn_dualkv.integrations.transformers.late import late_layers
+from flash_attn_dualkv.integrations.transformers.late import OWNERS, late_layers, late_layout
 from flash_attn_dualkv.integrations.transformers.structure import decoder_of
 
 LAYERS, SHARED = 6, 4
@@ -46,6 +49,8 @@ SIZES = {
     # A quarter of the first layer's MLP is active.
     "gemma3n_text": dict(_SIZES, laurel_rank=8, activation_sparsity_pattern=[0.75, *[0.0] * (LAYERS - 1)]),
 }
+# Models whose last layer owns its keys: with windows, norms behind attention, MLPs beside it, fused projections.
+_OWNERS: dict[str, dict[str, Any]] = {name: FAMILIES[name].options if name in FAMILIES else {} for name in OWNERS}
 # Two long prompts, one that is too short to leave; an answer without tokens, and rows of padding.
 SAMPLES = Samples.random([(90, [5, 9, 0]), (130, [70, 3]), (2, [8])]).take([0, 3, 1, 5, 2, 4])
 PACKINGS = (dict(), dict(boundary="gather"), dict(pad_to_multiple_of=256))
@@ -57,7 +62,8 @@ def model_of(name: str, **options: Any) -> Any:
         pytest.skip("not in this version")
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        config = transformers.AutoConfig.for_model(name, **{**SIZES[name], **options})
+        sizes = SIZES[name] if name in SIZES else {**COMMON, **_OWNERS[name]}
+        config = transformers.AutoConfig.for_model(name, **{**sizes, **options})
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv")
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.15)
@@ -88,6 +94,8 @@ def counted(model: Any) -> Iterator[list[int]]:
             del one.forward
 
 
+# One of each kind of late layers.
+KINDS = [name for name in ("gemma4_text", "llama") if name in transformers.CONFIG_MAPPING]
 Found = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -115,18 +123,19 @@ def check_leaves(model: Any, batch: PackedBatch) -> None:
     """Rows leave, where they may, and all results are those of all rows."""
     tokens, queries = batch.layout.num_tokens, batch.late_layout.num_queries
     assert queries < tokens
-    assert rows_of_layers(model, batch) == [tokens] * (LAYERS - SHARED) + [queries] * SHARED
-    assert rows_of_layers(model, batch, drop_unread=False) == [tokens] * LAYERS
+    layers, late = (len(one) for one in (decoder_of(model).layers, late_layers(decoder_of(model))))
+    assert rows_of_layers(model, batch) == [tokens] * (layers - late) + [queries] * late
+    assert rows_of_layers(model, batch, drop_unread=False) == [tokens] * layers
     check(computed(model, batch), computed(model, batch, drop_unread=False))
 
 
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*SIZES, *_OWNERS])
 def test_prompts_leave(name: str, options: dict[str, Any]) -> None:
     check_leaves(model_of(name), SAMPLES.pack(**options))
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*SIZES, "llama", "gemma3_text"])
 def test_a_single_row_leaves_and_comes_between(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees, whose masks have several spans in a node: every row that scores nothing leaves."""
     monkeypatch.setattr(layout, "MIN_LEAVING", 1)
@@ -142,10 +151,10 @@ def test_a_single_row_leaves_and_comes_between(name: str, monkeypatch: pytest.Mo
         check_leaves(model, batch)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*SIZES, *_OWNERS])
 def test_equals_replicated_prompts(name: str) -> None:
     model = model_of(name)
-    twin = stock_twin(model, "sdpa")
+    twin = stock_twin(model, FAMILIES[name].stock if name in FAMILIES else "sdpa")
     logps, entropy = replicated_logps(twin, SAMPLES, temperature=0.7)
     weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(5), dtype=logps.dtype)
     (weights @ logps + 0.3 * entropy.sum()).backward()
@@ -163,48 +172,57 @@ def test_observations_leave() -> None:
     check_leaves(model, batch)
 
 
-def test_activation_checkpointing() -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_activation_checkpointing(name: str) -> None:
     """Layers are computed again in the backward, where nothing of the forward is left."""
-    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    model, batch = model_of(name), SAMPLES.pack()
     expected = computed(model, batch, drop_unread=False)
     model.gradient_checkpointing_enable(dict(use_reentrant=False))
     model.train()
     with counted(model) as rows:
         check(computed(model, batch), expected)
     queries, tokens = batch.late_layout.num_queries, batch.layout.num_tokens
-    assert rows[-2 * LAYERS :] == [*[tokens] * 2, *[queries] * 2 * SHARED, *[tokens] * 2]
+    late = len(late_layers(decoder_of(model)))
+    early = [tokens] * (len(decoder_of(model).layers) - late)
+    assert rows[-2 * (len(early) + late) :] == [*early, *[queries] * 2 * late, *early]
 
 
-def test_lora() -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_lora(name: str) -> None:
     peft = pytest.importorskip("peft")
-    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    model, batch = model_of(name), SAMPLES.pack()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "o_proj", "down_proj"], lora_dropout=0.0)
     wrapped = peft.get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    assert set(rows_of_layers(wrapped, batch)[-SHARED:]) == {batch.late_layout.num_queries}
+    assert rows_of_layers(wrapped, batch)[-1] == batch.late_layout.num_queries
     check(computed(model, batch, wrapped), computed(model, batch, wrapped, drop_unread=False))
 
 
-def test_compiled_layers() -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_compiled_layers(name: str) -> None:
     """The first of those that rows do not reach, and the last, traced with their hooks."""
-    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    model, batch = model_of(name), SAMPLES.pack()
     expected = computed(model, batch, drop_unread=False)
-    for one in (model.model.layers[-SHARED], model.model.layers[-1]):
+    late = late_layers(decoder_of(model))
+    for one in {late[0], late[-1]}:
         one.compile(backend="aot_eager", dynamic=False)
     check(computed(model, batch), expected)
 
 
-def test_a_forward_of_ones_own() -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_a_forward_of_ones_own(name: str) -> None:
     """With the hook, which prepares the layers; rows that have left are filled with something finite."""
-    model, batch = model_of("gemma4_text"), SAMPLES.pack()
+    model, batch = model_of(name), SAMPLES.pack()
     dualkv.install_layout_hook(model, self_check=False)
     late = replace(batch.layout, late=batch.late_layout)
     with torch.no_grad(), counted(model) as rows:
         got, expected = (model(**row_of(batch, shared_prompt_layout=one)).logits[0] for one in (late, batch.layout))
-    assert rows == [late.num_tokens] * 2 + [late.late.num_queries] * SHARED + [late.num_tokens] * LAYERS
+    count = len(late_layers(decoder_of(model)))
+    early = [late.num_tokens] * (len(decoder_of(model).layers) - count)
+    assert rows == [*early, *[late.late.num_queries] * count, *early, *[late.num_tokens] * count]
     check_equal(got[batch.token_index], expected[batch.token_index], 1e-7)
     assert got.isfinite().all()
 
@@ -215,31 +233,33 @@ WRAPPERS = ("ddp", "fsdp1", "fsdp2")
 
 
 def _run_rank(rank: int, results: Any) -> None:
-    for wrapper in WRAPPERS:
-        model = model_of("gemma4_text", tie_word_embeddings=False).train()
+    for name, wrapper in product(KINDS, WRAPPERS):
+        model = model_of(name, tie_word_embeddings=False).train()
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         batch = SAMPLES.take([[0, 1, 2, 3], [4, 5]][rank]).pack()
         wrapped = ranks.wrap(model, wrapper, torch.device("cpu"))
         with counted(model) as rows:
             logps, _ = dualkv.shared_prompt_forward(wrapped, batch)
-            rows = rows[-LAYERS:]
+            rows = rows[-len(decoder_of(model).layers) :]
             logps.sum().backward()
-        results[rank, wrapper] = logps.detach(), rows, ranks.whole_gradients(wrapped, model)
+        results[rank, name, wrapper] = logps.detach(), rows, ranks.whole_gradients(wrapped, model)
 
 
-@pytest.mark.skipif("gemma4_text" not in transformers.CONFIG_MAPPING, reason="not in this version")
 def test_wrapped_models() -> None:
     """Log-probabilities of each rank's own samples, and the mean of the ranks' gradients."""
     found = run_ranks(_run_rank, 2)
-    model = model_of("gemma4_text", tie_word_embeddings=False)
     shares = [SAMPLES.take(index).pack() for index in ([0, 1, 2, 3], [4, 5])]
-    logps = [dualkv.shared_prompt_forward(model, one, drop_unread=False)[0] for one in shares]
-    (sum(one.sum() for one in logps) / 2).backward()
-    expected = gradients(model)
-    for (rank, _), (got, rows, gradient) in found.items():
-        late = shares[rank].late_layout
-        assert rows == [late.num_tokens] * (LAYERS - SHARED) + [late.num_queries] * SHARED
-        check((got, gradient), (logps[rank].detach(), expected))
+    for name in KINDS:
+        model = model_of(name, tie_word_embeddings=False)
+        logps = [dualkv.shared_prompt_forward(model, one, drop_unread=False)[0] for one in shares]
+        (sum(one.sum() for one in logps) / 2).backward()
+        expected = gradients(model)
+        count = len(late_layers(decoder_of(model)))
+        for rank, wrapper in product(range(2), WRAPPERS):
+            got, rows, gradient = found[rank, name, wrapper]
+            late = shares[rank].late_layout
+            assert rows == [late.num_tokens] * (len(rows) - count) + [late.num_queries] * count
+            check((got, gradient), (logps[rank].detach(), expected))
 
 
 # --- who else reads rows ----------------------------------------------------------------------------------------------
@@ -277,9 +297,9 @@ def test_a_hook_that_reads_no_late_rows() -> None:
     assert seen[-1] == batch.layout.num_tokens
 
 
-def test_models_whose_last_layers_own_keys() -> None:
-    """Then nothing is asked of the batch, which would wait for a GPU."""
-    models = [tiny_model("qwen3")]
+def test_models_without_late_layers() -> None:
+    """Of whose last layer nothing is known: experts, for one. Then nothing is asked of the batch."""
+    models = [tiny_model("qwen3_moe")]
     if "gemma4_text" in transformers.CONFIG_MAPPING:
         models.append(tiny_model("gemma4_text", num_kv_shared_layers=0))
     for model in models:
@@ -287,6 +307,50 @@ def test_models_whose_last_layers_own_keys() -> None:
         batch = SAMPLES.pack()
         dualkv.shared_prompt_forward(model, batch)
         assert "late_layout" not in vars(batch)
+
+
+def _replace_forward(model: Any) -> None:
+    layer = model.model.layers[-1]
+    layer.forward = types.MethodType(type(layer).forward, layer)
+
+
+def _checkpoint_reentrantly(model: Any) -> None:
+    model.train().gradient_checkpointing_enable(dict(use_reentrant=True))
+    model.enable_input_require_grads()
+
+
+RUNS_ONCE: dict[str, Callable[[Any], Any]] = {
+    "hook of PyTorch inside": lambda model: model.model.layers[-1].self_attn.register_forward_pre_hook(_torchs_hook),
+    "hook of a backward inside": lambda model: model.model.layers[-1].mlp.register_full_backward_hook(_torchs_hook),
+    "a forward that was replaced": _replace_forward,
+    "reentrant checkpoint": _checkpoint_reentrantly,
+}
+
+
+def _torchs_hook(*_: Any) -> None: ...
+
+
+_torchs_hook.__module__ = "torch.somewhere"
+
+
+@pytest.mark.parametrize("name", RUNS_ONCE)
+def test_a_last_layer_that_must_run_once(name: str) -> None:
+    """What runs in front of its attention would run a second time, and be left in the middle."""
+    model, batch = model_of("llama"), SAMPLES.pack()
+    expected = computed(model, batch, drop_unread=False)
+    RUNS_ONCE[name](model)
+    assert late_layout(model, batch) is None
+    check(computed(model, batch), expected)
+
+
+def test_a_last_layer_that_would_save_little() -> None:
+    """Then nothing is asked of the batch, which would wait for a GPU."""
+    batch, tokens = SAMPLES.pack(), SAMPLES.pack().layout.num_tokens
+    share = 1 - len(batch.token_index) / tokens
+    for layers, leaves in ((int(share / 0.025), True), (int(share / 0.025) + 1, False)):
+        batch = SAMPLES.pack()
+        assert (late_layout(model_of("llama", num_hidden_layers=layers), batch) is not None) == leaves
+        assert ("late_layout" in vars(batch)) == leaves
 
 
 def test_batches_of_which_nothing_leaves() -> None:

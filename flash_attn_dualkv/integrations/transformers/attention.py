@@ -25,6 +25,7 @@ from ..divided import DividedLayout
 from ..replacing import in_place_of, stock_of
 from . import base_class
 from .hybrid.delivery import check_running
+from .late import KEYS, keys_of_all_rows
 from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT, rope_of_ranks
 
@@ -113,7 +114,8 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query (1, H, T, d), key and value (1, H_k, T, d) -> (1, T, H, d_v)."""
-    query, key, _ = tensors
+    query, key, value = tensors
+    key, value = keys_of_all_rows(kwargs.pop(KEYS, None), key, value)
     scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
     _check_call(module, query, key, layout, attention_mask, kwargs)
@@ -122,7 +124,7 @@ def _attend(
     layout.check_positions(kwargs.get("position_ids"))
     check_running(module)
     guard.consume(module, layout)
-    q, k, v = (one[0].transpose(0, 1) for one in tensors)
+    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     q, k = _in_type_of(v, q, k)
     scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     widest = max(q.shape[-1], v.shape[-1])

@@ -95,7 +95,8 @@ def shared_prompt_forward(
             sequences: does the model draw random numbers, and does it compute the same in a packed row as in rows of
             their own? Some forwards of at most 64 tokens, on all ranks alike.
         drop_unread: leave rows that score nothing out of the last layers where these own no keys (Gemma 3n and 4), and
-            nothing else reads their rows, see `late`. The results are the same.
+            out of the last layer of other models where that is worth it, see `late`. They stay where something else
+            reads them. The results are the same.
 
     Returns:
         logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the responses (or the
@@ -140,13 +141,14 @@ def shared_prompt_logits(
     reduce: Callable[[Tensor, slice], tuple[Tensor, ...]],
     *,
     self_check: bool = True,
+    drop_unread: bool = True,
 ) -> tuple[Tensor, ...]:
     """What a function makes of the logits of some rows, a chunk of them at a time; without gradients.
 
     For scores that `shared_prompt_forward` does not give: whether a token is the most likely one, a teacher's top k.
 
     Args:
-        model, batch, self_check: as of `shared_prompt_forward`.
+        model, batch, self_check, drop_unread: as of `shared_prompt_forward`; the rows that are read are these.
         rows: (n,) int64 on the batch's device, in any order and any of them several times: `batch.token_index` (of the
             scored tokens), `batch.last_rows`, `batch.rows_of(tokens)`.
         reduce: of the logits (m, vocabulary) of rows[at], and of the slice `at`, makes tensors whose first dimension is
@@ -170,7 +172,8 @@ def shared_prompt_logits(
         parts = [_reduced(reduce, head(hidden[at : at + rows]), slice(at, at + rows)) for at in begins]
         return tuple(map(torch.cat, zip(*parts)))
 
-    return _scored(model, batch, rows, score, self_check)
+    drops = checks.flag("drop_unread", drop_unread)
+    return _scored(model, batch, rows, score, self_check, drop_unread=drops, read=rows)
 
 
 def _reduced(reduce: Callable[[Tensor, slice], tuple[Tensor, ...]], logits: Tensor, at: slice) -> tuple[Tensor, ...]:
@@ -208,10 +211,12 @@ def _scored(
     self_check: bool,
     layout: DividedLayout | None = None,
     drop_unread: bool = False,
+    read: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """score(head, hidden states of these rows, rows of a chunk), from a forward of the model.
 
-    With a divided layout the rows are those of this rank. With `drop_unread` they are those that score tokens.
+    With a divided layout the rows are those of this rank. `read`: those that are read, for `drop_unread`; None if they
+    are those that score tokens.
     """
     checks.flag("self_check", self_check)
     causal_lm = causal_lm_of(model)
@@ -221,7 +226,7 @@ def _scored(
         check_vocabulary(causal_lm, batch)
         inputs = row_inputs(causal_lm, batch, layout)
         if drop_unread:
-            late = late_layout(causal_lm, batch)
+            late = late_layout(causal_lm, batch, read)
             inputs["shared_prompt_layout"] = replace(inputs["shared_prompt_layout"], late=late)
         scorer = _Scorer(causal_lm, backbone, rows, score)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))

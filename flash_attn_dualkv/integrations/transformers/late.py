@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows that nobody reads leave before the last layers, where these own no keys.
+"""Rows that nobody reads leave before the late layers: those at the end that own no keys, or the last one.
 
 In Gemma 3n and 4 the last layers attend to the keys and values of earlier ones. What such a layer computes for a row is
 read by the same row's later layers and by the head, and by no other row: a prompt, an observation or another turn that
 scores nothing is done where these layers begin, forward and backward. Hooks on the layers take the other rows out of
 what a layer is given and hand it the layout of these, `layout.late`, whose queries they are; behind the last layer the
 rows that have left are filled, so that everything else sees as many rows as ever.
+
+In other models that is the last layer, whose keys and values of all rows are needed still. The hook runs its forward on
+all rows as far as attention, which hands these over and raises; then the layer runs on the rows that are read, and its
+attention takes what was handed over. So what is in front of attention runs twice in a forward, once in a backward.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,6 +30,16 @@ from .structure import decoder_of
 
 # Types of text models whose layers are known to work row by row but for attention.
 MODEL_TYPES = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
+# Those whose last layer owns its keys, and is known to attend once and to work row by row else.
+OWNERS = (
+    "cohere", "gemma", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
+    "qwen3", "smollm3",
+)  # fmt: skip
+# Share of all layers' rows that must leave before a last layer that owns its keys. It saves less
+# than that share of a step, and to know which rows are read waits for the GPU.
+LEAST_SHARE = 0.025
+# Argument of attention: the keys and values of all rows, or an empty list that is to get them.
+KEYS = "shared_prompt_keys"
 # Arguments of their layers that have a row for each token, as the last dimension but one; when
 # given by name.
 _BY_ROW = ("hidden_states", "per_layer_input", "position_embeddings")
@@ -31,12 +47,20 @@ _BY_ROW = ("hidden_states", "per_layer_input", "position_embeddings")
 _READING_ALL = ("output_hidden_states", "output_attentions", "output_router_logits", "enable_moe_block")
 # Packages whose hooks read no rows, unless a field above asks for it.
 _NOT_READING = (*BOOKKEEPERS, "transformers.")
+# Attributes of modules that something rules or watches.
+_RUN_ONCE = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_fsdp_wrapped_module", "_hf_hook"
+)  # fmt: skip
 # Value of rows that have left. With zeros gradients of norms by hand (Gemma 3n) would be NaN there.
 _FILLER = 1.0
 
 
-def late_layout(causal_lm: Any, batch: PackedBatch) -> SharedPromptLayout | None:
-    """The `late` of a layout, by which rows that score nothing leave before the late layers of a model.
+class Interrupted(Exception):  # noqa: N818
+    """Ends a layer's forward at its attention, whose keys and values are all that is wanted."""
+
+
+def late_layout(causal_lm: Any, batch: PackedBatch, rows: Tensor | None = None) -> SharedPromptLayout | None:
+    """The `late` of a layout, by which rows that nobody reads leave before the late layers of a model.
 
     None where all rows must stay: the model has no such layers, or something else may read their rows (hidden states or
     routers' logits that the configuration asks for, a hook that is none of a package that shards or moves modules); and
@@ -44,7 +68,8 @@ def late_layout(causal_lm: Any, batch: PackedBatch) -> SharedPromptLayout | None
 
     Args:
         causal_lm: the transformers model.
-        batch: all that is read of the backbone's output are its `token_index` rows.
+        batch: of a forward.
+        rows: (n,) int64, all that is read of the backbone's output; None for `batch.token_index`.
     """
     decoder = decoder_of(causal_lm)
     if any(getattr(one, name, False) for one in (causal_lm.config, decoder.config) for name in _READING_ALL):
@@ -52,22 +77,50 @@ def late_layout(causal_lm: Any, batch: PackedBatch) -> SharedPromptLayout | None
     layers = late_layers(decoder)
     if not layers or _is_watched(causal_lm, decoder.layers[: -len(layers)]):
         return None
-    return batch.late_layout
+    if owns_keys(layers[0]):
+        tokens, read = batch.layout.num_tokens, batch.distinct.pick(batch.token_index) if rows is None else rows
+        if tokens - len(read) < LEAST_SHARE * tokens * len(decoder.layers) or _must_run_once(layers[0]):
+            return None
+    return batch.late_layout if rows is None else batch.layout.reading(rows)
 
 
 def late_layers(decoder: Any) -> list[Any]:
-    """The last layers of a decoder, those that own no keys; none of models of which nothing is known."""
+    """The last layers of a decoder, those that own no keys, or the last one; none where nothing is known of a model."""
     found: list[Any] = []
-    if decoder.config.model_type not in MODEL_TYPES:
+    kind = decoder.config.model_type
+    if kind not in (*MODEL_TYPES, *OWNERS):
         return found
     for outermost in reversed(decoder.layers):
         # Inside of FSDP 1 and the like.
         layer: Any = next(one for one in outermost.modules() if isinstance(one, GradientCheckpointingLayer))
+        if kind in OWNERS:
+            return [layer]
         # Before transformers 5 they have a projection, and use it unless there is a cache.
-        if not layer.self_attn.is_kv_shared_layer or hasattr(layer.self_attn, "k_proj"):
+        if owns_keys(layer) or hasattr(layer.self_attn, "k_proj"):
             break
         found.insert(0, layer)
     return found
+
+
+def owns_keys(layer: Any) -> bool:
+    """Whether a late layer makes the keys that it attends to."""
+    return not getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False)
+
+
+def _must_run_once(layer: Any) -> bool:
+    """Whether a layer's forward must run once and to its end.
+
+    A forward that was replaced, hooks inside of the layer and what FSDP 1 and accelerate put there may rely on that. A
+    reentrant checkpoint has no gradients of keyword arguments.
+    """
+    if "forward" in vars(layer):
+        return True
+    if layer.training and layer.gradient_checkpointing:
+        options = getattr(layer._gradient_checkpointing_func, "keywords", {})
+        if options.get("use_reentrant") is not False:
+            return True
+    inner = [one for one in layer.modules() if one is not layer]
+    return any(getattr(one, name, None) for one in inner for name in _RUN_ONCE)
 
 
 def _is_watched(causal_lm: Any, early: Iterable[nn.Module]) -> bool:
@@ -93,14 +146,31 @@ def prepare(model: Any) -> None:
         layers[-1].register_forward_hook(_fill, with_kwargs=True)
 
 
-def _leave(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Hook before a layer: its inputs for the rows of `layout.late`, as far as they have all rows."""
     layout = kwargs.get("shared_prompt_layout")
     if layout is None or layout.late is None:
         return None
     late = layout.late
     named = {name: _of_rows(kwargs[name], late) for name in _BY_ROW if name in kwargs}
+    if owns_keys(layer):
+        keys: list[Tensor] = []
+        with suppress(Interrupted):
+            # Below the checkpoint, which would run it again for the backward.
+            inspect.unwrap(type(layer).forward)(layer, *args, **{**kwargs, KEYS: keys})
+        named[KEYS] = tuple(keys)
     return tuple(_of_rows(one, late) for one in args), {**kwargs, **named, "shared_prompt_layout": late}
+
+
+def keys_of_all_rows(keys: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values that attention sees; Interrupted where it is to hand over its own. `keys`: see `KEYS`."""
+    if keys is None:
+        return key, value
+    if not keys:
+        keys += [key, value]
+        raise Interrupted
+    all_keys, all_values = keys
+    return all_keys, all_values
 
 
 def _of_rows(value: Any, late: SharedPromptLayout) -> Any:
@@ -111,11 +181,13 @@ def _of_rows(value: Any, late: SharedPromptLayout) -> Any:
     return value.index_select(-2, _rows_on(late, value.device))
 
 
-def _fill(_layer: nn.Module, _args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+def _fill(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Hook behind the last layer: as many rows as at first."""
     late = kwargs.get("shared_prompt_layout")
     if late is None or late.query_rows is None:
         return None
+    if isinstance(output, tuple):  # in transformers 4
+        return (_fill(layer, args, kwargs, output[0]), *output[1:])
     shape = (*output.shape[:-2], late.num_tokens, output.shape[-1])
     return output.new_full(shape, _FILLER).index_copy(-2, _rows_on(late, output.device), output)
 
