@@ -227,6 +227,25 @@ def test_a_forward_of_ones_own(name: str) -> None:
     assert got.isfinite().all()
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_of_some_rows(name: str) -> None:
+    """Those that are read are these, whatever the batch scores."""
+    model, batch = model_of(name), SAMPLES.pack()
+    rows = batch.last_rows[[3, 0, 3]]
+    late, tokens = batch.layout.reading(rows), batch.layout.num_tokens
+    with torch.no_grad(), counted(model) as seen:
+        got, expected = (
+            dualkv.shared_prompt_logits(
+                model, batch, rows, lambda logits, _: (logits,), self_check=False, drop_unread=drops
+            )[0]
+            for drops in (True, False)
+        )
+    count = len(seen) // 2
+    assert set(seen[:count]) == {tokens, late.num_queries} and set(seen[count:]) == {tokens}
+    assert late.num_queries < batch.late_layout.num_queries
+    check_equal(got, expected, 1e-7)
+
+
 # --- several processes ------------------------------------------------------------------------------------------------
 
 WRAPPERS = ("ddp", "fsdp1", "fsdp2")
