@@ -163,13 +163,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         ),
     ),
     "shared_prompt_logits": (
-        lambda model, batch, rows, self_check: dualkv.shared_prompt_logits(
-            model, batch, rows, lambda logits, at: (logits.argmax(-1),), self_check=self_check
+        lambda model, batch, rows, self_check, drop_unread: dualkv.shared_prompt_logits(
+            model, batch, rows, lambda logits, at: (logits.argmax(-1),), self_check=self_check, drop_unread=drop_unread
         ),
-        dict(model=MODEL, batch=BATCH, rows=BATCH.token_index, self_check=True),
+        dict(model=MODEL, batch=BATCH, rows=BATCH.token_index, self_check=True, drop_unread=True),
     ),
     "shared_prompt_values": (
-        dualkv.shared_prompt_values, dict(model=CLASSIFIER, batch=TREE_BATCH, rows=None, self_check=True),
+        dualkv.shared_prompt_values,
+        dict(model=CLASSIFIER, batch=TREE_BATCH, rows=None, self_check=True, drop_unread=True),
     ),
     "row_inputs": (dualkv.row_inputs, dict(model=MODEL, batch=BATCH, layout=None)),
     "install_layout_hook": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +21,19 @@ from ..guard import expect_shared_prompt
 from .first_use import check_first_use
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
+from .late import late_layout
 from .structure import backbone_name, causal_lm_of, lock_of, replaced_forward
 from .support import check_attention, check_supported, num_mixing_layers, text_config
 
 
 @functools.partial(untraced, reason=COMPILE_THE_MODEL)
 def shared_prompt_values(
-    model: nn.Module, batch: PackedBatch, rows: Tensor | None = None, *, self_check: bool = True
+    model: nn.Module,
+    batch: PackedBatch,
+    rows: Tensor | None = None,
+    *,
+    self_check: bool = True,
+    drop_unread: bool = True,
 ) -> Tensor:
     """Values of a reward model, a classifier or a critic for a micro-batch; each shared token is computed once.
 
@@ -38,7 +45,7 @@ def shared_prompt_values(
         rows: (n,) int64, whose values are wanted: `batch.token_index` for one of each scored token (a critic's),
             `batch.last_rows`, `batch.rows_of(tokens)`. None: one of each sequence, at the row that sequence
             classification takes: that of its last token that is not the configuration's pad_token_id.
-        self_check: as of `shared_prompt_forward`.
+        self_check, drop_unread: as of `shared_prompt_forward`; the rows that are read are these.
 
     Returns:
         (n, num_labels), or (sequences, num_labels), in the order of `rows` or of the sequences, in the head's
@@ -51,6 +58,7 @@ def shared_prompt_values(
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_prefix_tree)")
     checks.flag("self_check", self_check)
+    checks.flag("drop_unread", drop_unread)
     classifier = causal_lm_of(model)
     with lock_of(classifier):
         check_classifier(classifier)
@@ -62,7 +70,7 @@ def shared_prompt_values(
         def answer(_stock: Callable[..., Any], *args: Any, **inputs: Any) -> Tensor:
             return values_of_rows(classifier, wanted, inputs)
 
-        inputs = row_inputs(classifier, batch)
+        inputs = values_inputs(classifier, batch, wanted, drop_unread)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(classifier))
         with expected, towers_without_layout(classifier, batch), replaced_forward(classifier, answer) as call:
             values: Tensor = call(model, inputs)
@@ -75,6 +83,15 @@ def check_classifier(model: Any) -> None:
         expected = "a *ForSequenceClassification or *ForTokenClassification with transformers' generic head"
         raise SharedPromptError(explain("model", expected, type(model).__name__))
     check_supported(model.config)
+
+
+def values_inputs(classifier: Any, batch: PackedBatch, rows: Tensor, drop_unread: bool) -> dict[str, Any]:
+    """What `values_of_rows` is given for the values of some rows."""
+    inputs = row_inputs(classifier, batch)
+    if drop_unread:
+        late = late_layout(classifier, batch, rows)
+        inputs["shared_prompt_layout"] = replace(inputs["shared_prompt_layout"], late=late)
+    return inputs
 
 
 def values_of_rows(classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Tensor:

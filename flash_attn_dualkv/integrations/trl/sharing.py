@@ -36,7 +36,7 @@ from ..transformers.images import images_of_samples, row_inputs, towers_without_
 from ..transformers.late import late_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_mark_of_text, num_mixing_layers, text_config
-from ..transformers.values import check_classifier, values_of_rows
+from ..transformers.values import check_classifier, values_inputs, values_of_rows
 from ..turns import BOUNDARY, deeper_tree, pack_deeper
 
 logger = get_logger(__name__)
@@ -285,17 +285,18 @@ class SharedValues(SharedForward):
         """The stock output: logits (B, num_labels)."""
         try:
             self._check(inputs)
-            rows, batch = self._packed(args, inputs)
-            values = self._values(rows, batch)
+            rows, batch, row = self._packed(args, inputs)
+            values = self._values(rows, batch, row)
         except Refused as refused:
             self.sharing.fall_back(refused.refusal, inputs)
             return self.stock(*args, **inputs)
-        self.sharing.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
+        layout = row["shared_prompt_layout"]
+        self.sharing.tally.add(batch.num_replicated_tokens, layout.num_tokens, unread=layout.num_unread)
         return SequenceClassifierOutputWithPast(logits=values)
 
     @torch.compiler.disable
-    def _packed(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, PackedBatch]:
-        """The row whose value each sequence has, and the batch. Raises Refused."""
+    def _packed(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, PackedBatch, dict[str, Any]]:
+        """The row whose value each sequence has, the batch, and what the model is given. Raises Refused."""
         given = {name for name, value in inputs.items() if value is not None and value is not False}
         wanted = {"input_ids", "attention_mask"}
         # TRL hands a pair's margin to the model too, which has no use for it.
@@ -316,13 +317,14 @@ class SharedValues(SharedForward):
         except SharedPromptError as error:
             raise Refused("samples", str(error)) from None
         self._check_savings(batch)
-        return batch.rows_of(batch.jagged_offsets[:-1] + last), batch
+        rows = batch.rows_of(batch.jagged_offsets[:-1] + last)
+        return rows, batch, values_inputs(self.causal_lm, batch, rows, self.sharing.options.drop_unread)
 
     @torch.compiler.disable(recursive=False)
-    def _values(self, rows: Tensor, batch: PackedBatch) -> Tensor:
+    def _values(self, rows: Tensor, batch: PackedBatch, row: dict[str, Any]) -> Tensor:
         try:
             with expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm)):
-                return values_of_rows(self.causal_lm, rows, row_inputs(self.causal_lm, batch))
+                return values_of_rows(self.causal_lm, rows, row)
         except SharedPromptUnsupportedError as error:
             self._unsupported = Refusal("unsupported", str(error))
             raise Refused(*self._unsupported) from None
