@@ -137,6 +137,16 @@ def integers(name: str, tensor: Any, dimensions: int, also: Sequence[torch.dtype
     return tensor.to(torch.int64) if tensor.dtype in _WITHOUT_OPERATORS else tensor
 
 
+def indices(name: str, tensor: Any, device: torch.device) -> Tensor:
+    """(n,) int64, on a batch's device or on the host."""
+    integers(name, tensor, 1)
+    given: Tensor = tensor
+    if given.dtype != torch.int64 or given.device not in (device, torch.device("cpu")):
+        expected = f"int64 on {device} (as the batch) or on the CPU"
+        raise SharedPromptError(explain(name, expected, f"{given.dtype} on {given.device}"))
+    return given
+
+
 def lengths(name: str, values: Any, count: int | None = None, like: str = "", least: int = 0) -> list[int]:
     """Numbers of tokens, a list or a 1-D integer tensor, `count` of them (as `like`)."""
     given = integers(name, values, 1).tolist() if isinstance(values, Tensor) else items(name, values, "ints")

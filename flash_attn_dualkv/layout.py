@@ -154,15 +154,15 @@ class SharedPromptLayout(SeparatelyPickled):
     def reading(self, rows: Tensor) -> SharedPromptLayout | None:
         """The layout of layers whose output is read in some rows alone, and which take the keys of all from elsewhere.
 
-        Other rows between two of these stay where they are fewer than `MIN_LEAVING`. Waits for a GPU.
+        Other rows between two of these stay where they are fewer than `MIN_LEAVING`. Waits for a GPU that has `rows`.
 
         Args:
-            rows: (n,) int64 on the layout's device, in any order and any of them several times.
+            rows: (n,) int64 on the layout's device or on the host, in any order and any of them several times.
 
         Returns:
             This layout with `query_rows`; None if all rows stay, or none is read.
         """
-        is_read = torch.zeros(self.num_tokens + 2, dtype=torch.int8, device=self.device)
+        is_read = torch.zeros(self.num_tokens + 2, dtype=torch.int8, device=rows.device)
         is_read[rows + 1] = 1
         changes = is_read.diff().nonzero().view(-1, 2).tolist()
         read: list[tuple[int, int]] = []

@@ -122,22 +122,19 @@ class PackedBatch(SeparatelyPickled):
         """The rows of some tokens.
 
         Args:
-            tokens: (n,) int64 on the batch's device, their places among the tokens of all sequences.
+            tokens: (n,) int64 on the batch's device or on the host, their places among the tokens of all sequences.
 
         Returns:
-            (n,) int64, on the same device.
+            (n,) int64, where the tokens are.
 
         Raises:
             SharedPromptError: tokens that are not as described; their values are looked at on the CPU alone.
         """
-        checks.integers("tokens", tokens, 1)
-        if tokens.dtype != torch.int64 or tokens.device != self.input_ids.device:
-            expected = f"int64 on {self.input_ids.device} (as the batch)"
-            raise SharedPromptError(explain("tokens", expected, f"{tokens.dtype} on {tokens.device}"))
+        checks.indices("tokens", tokens, self.input_ids.device)
         count = self.num_replicated_tokens
         if tokens.device.type == "cpu" and ((tokens < 0) | (tokens >= count)).any():
             raise SharedPromptError(explain("tokens", f"places among {count} tokens", tokens.tolist()))
-        return Spans(*to_device([*Spans.of(self.tree)], self.input_ids.device)).rows(tokens)
+        return Spans(*to_device([*Spans.of(self.tree)], tokens.device)).rows(tokens)
 
     @kept
     def last_rows(self) -> Tensor:

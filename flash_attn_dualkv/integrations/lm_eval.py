@@ -151,8 +151,9 @@ class DualKVLM(HFLM):
         ends = [end for group, end in zip(groups, accumulate(batch.sequence_lens)) for _ in group]
         lens = [len(requests[number][2]) for number in numbers]
         tokens = int64s(token for number in numbers for token in requests[number][2])
-        places, targets = to_device([runs(map(int.__sub__, ends, lens), lens), tokens], batch.input_ids.device)
-        rows = batch.rows_of(places)
+        targets = to_device([tokens], batch.input_ids.device)[0]
+        # On the host, where the GPU that runs the last micro-batch is not waited for.
+        rows = batch.rows_of(runs(map(int.__sub__, ends, lens), lens))
 
         def score(logits: Tensor, at: slice) -> tuple[Tensor, Tensor]:
             with torch.autocast(self.device.type, enabled=False):  # which covers the model alone

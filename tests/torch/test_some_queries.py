@@ -93,6 +93,15 @@ def test_other_numbers_of_rows_are_refused() -> None:
             shared_prompt_attention(wrong[0], wrong[1], wrong[1], late)
 
 
+def test_rows_on_the_host_are_found_without_waiting() -> None:
+    """A layout whose values nobody can read gets those of rows that are on the host."""
+    whole, rows = SharedPromptLayout.from_tree([100, 20], [-1, 0]), torch.arange(100, 120)
+    expected, late = whole.reading(rows), whole.to("meta").reading(rows)
+    assert expected is not None and late is not None and late.query_rows is not None
+    assert late.num_queries == 20 and late.mean_keys == expected.mean_keys
+    assert late.nodes.shape == expected.nodes.shape and late.nodes.is_meta and late.query_rows.is_meta
+
+
 def test_a_copy_elsewhere_has_the_late_rows() -> None:
     whole = SharedPromptLayout.from_tree([100, 20], [-1, 0])
     late = whole.reading(torch.arange(100, 120))

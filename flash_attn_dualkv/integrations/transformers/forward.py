@@ -22,7 +22,7 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptTypeError
-from ...host import untraced
+from ...host import to_device, untraced
 from ..divided import DividedLayout, check_divided
 from ..guard import expect_shared_prompt
 from ..lm_head import rows_of_a_chunk, score_in_chunks
@@ -149,13 +149,14 @@ def shared_prompt_logits(
 
     Args:
         model, batch, self_check, drop_unread: as of `shared_prompt_forward`; the rows that are read are these.
-        rows: (n,) int64 on the batch's device, in any order and any of them several times: `batch.token_index` (of the
-            scored tokens), `batch.last_rows`, `batch.rows_of(tokens)`.
+        rows: (n,) int64 on the batch's device, or on the host, so that the GPU is not waited for. In any order and any
+            of them several times: `batch.token_index` (of the scored tokens), `batch.last_rows`,
+            `batch.rows_of(tokens)`.
         reduce: of the logits (m, vocabulary) of rows[at], and of the slice `at`, makes tensors whose first dimension is
             m. It may change the logits.
 
     Returns:
-        These tensors for all n rows, on the device of `rows`.
+        These tensors for all n rows, on the batch's device.
 
     Raises:
         SharedPromptError: as of `shared_prompt_forward`; rows that are no int64 of one dimension, or elsewhere; what
@@ -163,7 +164,8 @@ def shared_prompt_logits(
         SharedPromptLayoutError: as there.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
-    checked_rows(rows, batch)
+    read = checked_rows(rows, batch)
+    rows = to_device([read], batch.input_ids.device)[0]
     if not callable(reduce):
         raise SharedPromptTypeError(explain("reduce", "a function of logits and a slice", checks.describe(reduce)))
 
@@ -173,7 +175,7 @@ def shared_prompt_logits(
         return tuple(map(torch.cat, zip(*parts)))
 
     drops = checks.flag("drop_unread", drop_unread)
-    return _scored(model, batch, rows, score, self_check, drop_unread=drops, read=rows)
+    return _scored(model, batch, rows, score, self_check, drop_unread=drops, read=read)
 
 
 def _reduced(reduce: Callable[[Tensor, slice], tuple[Tensor, ...]], logits: Tensor, at: slice) -> tuple[Tensor, ...]:
@@ -192,11 +194,8 @@ def _reduced(reduce: Callable[[Tensor, slice], tuple[Tensor, ...]], logits: Tens
 
 
 def checked_rows(rows: Any, batch: PackedBatch) -> Tensor:
-    """(n,) int64 on the batch's device; values are looked at on the CPU alone, as that would wait for a GPU."""
-    checks.integers("rows", rows, 1)
-    if rows.dtype != torch.int64 or rows.device != batch.input_ids.device:
-        expected = f"int64 on {batch.input_ids.device} (as the batch)"
-        raise SharedPromptError(explain("rows", expected, f"{rows.dtype} on {rows.device}"))
+    """(n,) int64 on the batch's device or the host; values are looked at there alone, as a GPU would be waited for."""
+    checks.indices("rows", rows, batch.input_ids.device)
     most = batch.layout.num_tokens
     if rows.device.type == "cpu" and ((rows < 0) | (rows >= most)).any():
         raise SharedPromptError(explain("rows", f"rows of the batch, 0 to {most - 1}", rows.tolist()))

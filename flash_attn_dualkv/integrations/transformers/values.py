@@ -16,7 +16,7 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
-from ...host import offsets_of, untraced
+from ...host import offsets_of, to_device, untraced
 from ..guard import expect_shared_prompt
 from .first_use import check_first_use
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
@@ -42,9 +42,10 @@ def shared_prompt_values(
             (`score` on the backbone's hidden states), on an attention registered or wrapped by this package; also
             inside PEFT, DDP, FSDP or DeepSpeed. Gradients flow to its parameters unless grad mode is off.
         batch: from `pack_prefix_tree` or `pack_shared_prompts`, on the model's device.
-        rows: (n,) int64, whose values are wanted: `batch.token_index` for one of each scored token (a critic's),
-            `batch.last_rows`, `batch.rows_of(tokens)`. None: one of each sequence, at the row that sequence
-            classification takes: that of its last token that is not the configuration's pad_token_id.
+        rows: (n,) int64 on the batch's device or on the host, whose values are wanted: `batch.token_index` for one of
+            each scored token (a critic's), `batch.last_rows`, `batch.rows_of(tokens)`. None: one of each sequence, at
+            the row that sequence classification takes: that of its last token that is not the configuration's
+            pad_token_id.
         self_check, drop_unread: as of `shared_prompt_forward`; the rows that are read are these.
 
     Returns:
@@ -71,6 +72,7 @@ def shared_prompt_values(
             return values_of_rows(classifier, wanted, inputs)
 
         inputs = values_inputs(classifier, batch, wanted, drop_unread)
+        wanted = to_device([wanted], batch.input_ids.device)[0]
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(classifier))
         with expected, towers_without_layout(classifier, batch), replaced_forward(classifier, answer) as call:
             values: Tensor = call(model, inputs)
