@@ -91,8 +91,12 @@ FAMILIES = {
         largest_difference=0.5,
     ),
 }  # fmt: skip
-# Those whose last layers have the keys of earlier ones.
-SHARED_KEYS = {
+# Of whose layers rows leave that nobody reads: those that have the keys of earlier ones, or the last one.
+UNREAD = {
+    "llama3.2-1b": FamilyModel(
+        16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, qk_norm=False, vocab=128256, tied=True,
+        model_type="llama",
+    ),
     "gemma4-e2b": FamilyModel(
         35, 1536, 6144, heads=8, kv_heads=1, head_dim=256, vocab=262144, tied=True,
         model_type="gemma4_text",
@@ -119,7 +123,7 @@ VISION = {
 ALL_MODELS: dict[str, ModelShape] = {
     **MODELS,
     **FAMILIES,
-    **SHARED_KEYS,
+    **UNREAD,
     **VISION,
     "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97),
 }

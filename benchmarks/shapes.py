@@ -233,7 +233,7 @@ NAME = re.compile(
 )
 # What people write for parts of names.
 MODEL_TITLES = {
-    "gpt-oss-20b": "gpt-oss-20b", "gemma3-4b": "Gemma 3 4B", "gemma4-e2b": "Gemma 4 E2B",
+    "gpt-oss-20b": "gpt-oss-20b", "gemma3-4b": "Gemma 3 4B", "gemma4-e2b": "Gemma 4 E2B", "llama3.2-1b": "Llama 3.2 1B",
     "deepseek-16b-a3b": "DeepSeek-V3 of 16B", "qwen3-vl-8b": "Qwen3-VL-8B with images",
 }  # fmt: skip
 OPTION_TITLES = {

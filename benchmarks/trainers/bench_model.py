@@ -8,6 +8,7 @@
     python benchmarks/trainers/bench_model.py --preset models              # gpt-oss, Gemma 3, Qwen3.5, DeepSeek-V3
     python benchmarks/trainers/bench_model.py --preset images              # Qwen3-VL-8B, tower included
     python benchmarks/trainers/bench_model.py --preset unread              # Gemma 4 E2B, with rows that nobody reads
+    python benchmarks/trainers/bench_model.py --preset last-layer          # Llama 3.2 1B likewise, in its last layer
 
 All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
 an optimizer. This library goes through `shared_prompt_forward`, as its README says. Peers of Qwen3 get one packed row
@@ -40,13 +41,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import command
 from bench_layer import HEAD_NORM, QUICK, LayerRun
 from measure import Config, Matmul
-from models import FAMILIES, FamilyModel, VisionModel
+from models import FAMILIES, UNREAD, FamilyModel, VisionModel
 from packing import Attention, Prepared, first_copy, packed_positions, path_rows, response_rows, wide
 from peers import Implementation, layer_implementations
 from shapes import Shape
 
 PEER = "benchmark_peer"  # transformers takes a name with "flash" in it for that of a package
 ALL_ROWS = "_all_rows"  # this library, with rows that nobody reads in all layers
+LATE_TYPES = {one.model_type for one in UNREAD.values()}
 ROW_TILE = 128  # lengths of padded sequences are multiples of it
 # Attention of stock models, and the key of ``PACKAGES`` that it needs.
 STOCK: dict[str, str | None] = {"eager": None, "sdpa": None, "flash_attention_4": "fa4"}
@@ -273,8 +275,8 @@ def implementations(kernels: str | None) -> list[Implementation]:
 
 
 def has_late_layers(shape: Shape) -> bool:
-    """Whether the model's last layers own no keys: rows that score nothing leave before these."""
-    return isinstance(shape.model, FamilyModel) and bool(shape.model.options.get("num_kv_shared_layers"))
+    """Whether the model is one of those that rows leave which score nothing."""
+    return isinstance(shape.model, FamilyModel) and shape.model.model_type in LATE_TYPES
 
 
 def of_family(shape: Shape, attention: str = "") -> bool:
@@ -289,6 +291,9 @@ PRESETS = {
     "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
     "images": ("qwen3-vl-8b-16x4Kx512",),
     "unread": tuple(f"gemma4-e2b-{one}" for one in ("16x256x1K", "16x8Kx131-2048", "8x16Kx1K", "8x16Kx256")),
+    "last-layer": tuple(
+        f"llama3.2-1b-{one}" for one in ("4-groups-of-2x2Kx512", "4-groups-of-2x4Kx64", "8-groups-of-4x2000x8")
+    ),
     "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
 }
 SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2}

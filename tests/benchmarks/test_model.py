@@ -19,7 +19,7 @@ import shapes
 from bench_cases import CPU, TREES
 from bench_cases import packages as packages
 from bench_cases import several_micro_batches as several_micro_batches
-from models import FAMILIES, SHARED_KEYS, VISION, FamilyModel
+from models import FAMILIES, UNREAD, VISION, FamilyModel
 from shapes import Shape, nodes_of, parse
 from tiny_models import VERSION
 from transformers import CONFIG_MAPPING
@@ -44,7 +44,7 @@ def tiny(name: str) -> FamilyModel:
         n_shared_experts=1, moe_intermediate_size=16, global_head_dim=32, hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=97, **kinds,
     )  # fmt: skip
-    family = {**FAMILIES, **SHARED_KEYS, **VISION}[name]
+    family = {**FAMILIES, **UNREAD, **VISION}[name]
     if name in VISION:
         rope, tower = dict(rope_type="default", mrope_section=[4, 2, 2]), dict(depth=2, hidden_size=16, num_heads=2)
         tower |= dict(intermediate_size=16, patch_size=2, out_hidden_size=48, num_position_embeddings=16)
@@ -63,7 +63,7 @@ FAMILY_SHAPES = [
     for name in FAMILIES
     if FAMILIES[name].model_type in CONFIG_MAPPING
 ]
-LATE_SHAPES = [replace(TWO_GROUPS, name=name, model=tiny(name)) for name in SHARED_KEYS if VERSION >= (5, 17)]
+LATE_SHAPES = [replace(TWO_GROUPS, name=name, model=tiny(name)) for name in UNREAD if VERSION >= (5, 17)]
 IMAGES = replace(TWO_GROUPS, name="images", model=tiny("qwen3-vl-8b"))
 
 
