@@ -42,7 +42,10 @@ LEAST_SHARE = 0.025
 KEYS = "shared_prompt_keys"
 # Arguments of their layers that have a row for each token, as the last dimension but one; when
 # given by name.
-_BY_ROW = ("hidden_states", "per_layer_input", "position_embeddings")
+_BY_ROW = (
+    "hidden_states", "per_layer_input", "position_embeddings",
+    "position_embeddings_global", "position_embeddings_local",  # Gemma 3, in transformers 4
+)  # fmt: skip
 # Configuration fields: outputs of all rows that are kept, and routers, which may count rows.
 _READING_ALL = ("output_hidden_states", "output_attentions", "output_router_logits", "enable_moe_block")
 # Packages whose hooks read no rows, unless a field above asks for it.
