@@ -333,6 +333,19 @@ def _replace_forward(model: Any) -> None:
     layer.forward = types.MethodType(type(layer).forward, layer)
 
 
+def _wrap_forward(model: Any) -> None:
+    """As what patches transformers does, of one's own class for the sake of other tests."""
+    layer = model.model.layers[-1]
+    stock = type(layer).forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return stock(self, hidden_states, **kwargs)
+
+    layer.__class__ = type("Patched", (type(layer),), {})
+    type(layer).forward = forward
+
+
 def _checkpoint_reentrantly(model: Any) -> None:
     model.train().gradient_checkpointing_enable(dict(use_reentrant=True))
     model.enable_input_require_grads()
@@ -342,6 +355,7 @@ RUNS_ONCE: dict[str, Callable[[Any], Any]] = {
     "hook of PyTorch inside": lambda model: model.model.layers[-1].self_attn.register_forward_pre_hook(_torchs_hook),
     "hook of a backward inside": lambda model: model.model.layers[-1].mlp.register_full_backward_hook(_torchs_hook),
     "a forward that was replaced": _replace_forward,
+    "a class whose forward was wrapped": _wrap_forward,
     "reentrant checkpoint": _checkpoint_reentrantly,
 }
 

@@ -113,10 +113,10 @@ def owns_keys(layer: Any) -> bool:
 def _must_run_once(layer: Any) -> bool:
     """Whether a layer's forward must run once and to its end.
 
-    A forward that was replaced, hooks inside of the layer and what FSDP 1 and accelerate put there may rely on that. A
-    reentrant checkpoint has no gradients of keyword arguments.
+    A forward that is none of transformers, hooks inside of the layer and what FSDP 1 and accelerate put there may rely
+    on that. A reentrant checkpoint has no gradients of keyword arguments.
     """
-    if "forward" in vars(layer):
+    if "forward" in vars(layer) or _is_foreign(inspect.unwrap(type(layer).forward, stop=_is_foreign)):
         return True
     if layer.training and layer.gradient_checkpointing:
         options = getattr(layer._gradient_checkpointing_func, "keywords", {})
@@ -124,6 +124,11 @@ def _must_run_once(layer: Any) -> bool:
             return True
     inner = [one for one in layer.modules() if one is not layer]
     return any(getattr(one, name, None) for one in inner for name in _RUN_ONCE)
+
+
+def _is_foreign(function: Any) -> bool:
+    """Whether a function is none of transformers, whatever it was named after."""
+    return not str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
 
 
 def _is_watched(causal_lm: Any, early: Iterable[nn.Module]) -> bool:
