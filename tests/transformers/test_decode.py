@@ -467,6 +467,25 @@ def test_on_a_gpu(name, options, graphs, steps, registered):
     assert sum(same) >= 0.8 * len(same)
 
 
-def test_boundaries_that_are_none():
+def test_divided_walks(steps, request, monkeypatch):
+    """Plans are of the kind that was asked for, and requests get the same tokens."""
+    model = stock_model("llama")
+    expected = generate(model, PROMPTS)
+    request.getfixturevalue("registered")
+    kinds: list[str] = []
+    update = SharedPrefixPlan.update
+    monkeypatch.setattr(
+        SharedPrefixPlan, "update", lambda plan, *args, **own: (kinds.append(plan.exact), update(plan, *args, **own))[1]
+    )
+    for exact in ("split", "trainer"):
+        kinds.clear()
+        dualkv.register_decode(exact=exact)
+        assert generate(model, PROMPTS) == expected
+        assert {*kinds} == {exact}
+
+
+def test_arguments_that_are_none():
     with pytest.raises(ValueError, match="^boundary: expected 'replicate' or 'gather', got 'copy'"):
         dualkv.register_decode(boundary="copy")
+    with pytest.raises(ValueError, match="^exact: expected 'trainer' or 'split', got 'fast'"):
+        dualkv.register_decode(exact="fast")

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import count, zip_longest
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -49,7 +49,9 @@ _PACKAGE = "transformers.generation.continuous_batching"
 # Where nobody says how many: transformers decides by the memory left, when requests are queued.
 _TOKENS_A_STEP = 8192
 _ON_GPU = "dualkv_on_gpu"  # of a configuration: whether its model decodes on this package, and on a GPU
-_boundary: Boundary = "replicate"  # of the last `register_decode`
+# Of the last `register_decode`.
+_boundary: Boundary = "replicate"
+_exact = "trainer"
 # What continuous batching hands to every layer.
 _OF_BATCHES = (
     "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "k_cache", "logits_indices", "logits_processor_args",
@@ -57,7 +59,7 @@ _OF_BATCHES = (
 )  # fmt: skip
 
 
-def register_decode(boundary: Boundary = "replicate") -> None:
+def register_decode(boundary: Boundary = "replicate", *, exact: Literal["trainer", "split"] = "trainer") -> None:
     """Let continuous batching of all models of this process run on this package, prefill and decoding.
 
     It holds for `generate_batch`, for managers of continuous batching that are made from then on,
@@ -69,12 +71,15 @@ def register_decode(boundary: Boundary = "replicate") -> None:
         boundary: as training packs its samples (`pack_shared_prompts`): with "replicate" the last
             prompt token belongs to the response, with "gather" to the prompt. It decides where
             requests are cut, and so whether the bits of a row are those of training.
+        exact: of the plans that decode (`SharedPrefixPlan`). "split" divides long walks, which the
+            last requests of rollouts of very different lengths would do one tile after the other;
+            steps that decode then have other bits than training.
 
     Raises:
-        SharedPromptError: transformers is older than 5.17.
+        SharedPromptError: transformers is older than 5.17; an argument is not as described.
     """
-    global _boundary
-    _boundary = checked_boundary(boundary)
+    global _boundary, _exact
+    _boundary, _exact = checked_boundary(boundary), checks.choice("exact", exact, ("trainer", "split"))
     for owner, name, make in _seams():
         replace_once(owner, name, make)
     if _ring_class() is not None:
@@ -472,7 +477,7 @@ class Rollout:
         else:
             plan = SharedPrefixPlan(
                 len(self._cuts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
-                num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device, exact="trainer",
+                num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device, exact=_exact,
             )  # fmt: skip
         lengths = offsets.diff()
         plan.update(table, lengths, boundaries=None if group.window else self._cuts[:requests])
