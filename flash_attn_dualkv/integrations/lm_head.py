@@ -11,7 +11,7 @@ parameters see no chunk's part: they run once, for the sum and what other uses o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -43,6 +43,7 @@ def score_in_chunks(
     temperature: float = 1.0,
     with_entropy: bool = False,
     group: Any = None,
+    frozen: Iterable[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens and entropies, `rows` rows of logits at a time.
 
@@ -51,14 +52,22 @@ def score_in_chunks(
         hidden: (T, D). targets: (T,) int64.
         group: of processes that divide the vocabulary, equally and in the order of their ranks: head gives a rank's
             part of it, and the whole gradient of hidden. None: the vocabulary is whole.
+        frozen: parameters that `head` reads without a gradient, which its graph does not show; others may be among
+            them.
 
     Returns:
         logps, entropy: (T,) each, float32, or float64 if the logits are; differentiable once, in
         `hidden` and in every parameter that `head` depends on. entropy is zeros unless asked for.
+
+    Raises:
+        RuntimeError: in the backward, when a parameter of `head` is another one than in the forward or was changed in
+            place since, by an optimizer's step, say.
     """
     # Whatever the head is, its parameters are the leaves of what it computes of one row.
     parameters = _leaves_of(head(hidden.new_zeros(1, hidden.shape[1]))) if torch.is_grad_enabled() else []
-    settings = _Settings(head, rows, temperature, with_entropy, current_autocast(hidden.device.type), group)
+    versions = _versions_of([*parameters, *frozen]) if parameters or hidden.requires_grad else []
+    autocast = current_autocast(hidden.device.type)
+    settings = _Settings(head, rows, temperature, with_entropy, autocast, group, versions)
     logps, entropy = _ChunkedScores.apply(settings, targets, hidden, *parameters)
     return logps, entropy
 
@@ -70,6 +79,7 @@ class _Settings(NamedTuple):
     with_entropy: bool
     autocast: Callable[[], Any]  # the state of the forward, which the backward takes again
     group: Any
+    versions: Sequence[tuple[Tensor, int]]  # of the head's parameters in the forward
 
     def reduced(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Over the parts of the vocabulary, in place."""
@@ -143,6 +153,7 @@ class _ChunkedScores(torch.autograd.Function):
     def _gradients(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of hidden and of every parameter."""
         settings: _Settings = ctx.settings
+        _check_versions(settings.versions)
         targets, hidden, entropy, normalizer = ctx.saved_tensors
         d_logps = torch.zeros_like(entropy) if d_logps is None else d_logps
         _, _, needs_hidden, *needs_parameter = ctx.needs_input_grad
@@ -351,4 +362,17 @@ def _check_leaves(logits: Tensor, inputs: Sequence[Tensor]) -> None:
     for one in _leaves_of(logits):
         if id(one) not in known:
             got = f"one of {tuple(one.shape)} that the forward has not seen"
+            raise RuntimeError(explain("parameters of the LM head", "the same in forward and backward", got))
+
+
+def _versions_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """How often each was changed in place, by autograd's count; inference tensors have none."""
+    return [(one, one._version) for one in parameters if not one.is_inference()]
+
+
+def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:
+    """RuntimeError if a parameter was changed in place since the forward, whose logits the backward computes again."""
+    for one, version in versions:
+        if one._version != version:
+            got = f"one of {tuple(one.shape)} that was changed in place (version {one._version}, {version} before)"
             raise RuntimeError(explain("parameters of the LM head", "the same in forward and backward", got))

@@ -196,6 +196,31 @@ def test_a_head_that_changes_is_an_error():
         logps.sum().backward()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_is_changed_in_place_is_an_error(name, is_frozen):
+    """The backward would compute other logits than the forward, and a wrong gradient of them."""
+    head, hidden, targets = problem()
+    head.requires_grad_(not is_frozen)
+    logps, _ = score_in_chunks(head, hidden, targets, rows=4, frozen=head.parameters())
+    logps.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        getattr(head, name).mul_(1.01)
+    with pytest.raises(RuntimeError, match="parameters of the LM head: .* same in .*, got one .* changed in place"):
+        logps.sum().backward()
+
+
+def test_frozen_parameters_of_inference_mode():
+    """They have no versions, and autograd cannot save them either; a head may read them without that."""
+    _, hidden, targets = problem()
+    with torch.inference_mode():
+        mask = torch.zeros(6, dtype=torch.float64)
+    head, hidden = (lambda h: h + mask), hidden.detach().requires_grad_()
+    logps, _ = score_in_chunks(head, hidden, targets % 6, rows=4, frozen=[mask])
+    logps.sum().backward()
+    assert hidden.grad is not None
+
+
 def test_the_backward_of_autocast_computes_in_its_type():
     head, hidden, targets = problem(dtype=torch.float32)
     dtypes = []

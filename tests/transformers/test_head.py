@@ -78,6 +78,18 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
         assert watched.alive() == 0
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_head_that_is_changed_before_the_backward_is_an_error(is_frozen: bool) -> None:
+    """As in stock training, by an optimizer's step on another loss, whose gradient would be one of other weights."""
+    model = tiny_model("llama")
+    model.lm_head.requires_grad_(not is_frozen)
+    logps, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    torch.optim.SGD(model.lm_head.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="parameters of the LM head: .* changed in place"):
+        logps.sum().backward()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_left_as_it_was(fails):
     model = tiny_model("llama")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megatron.core.tensor_parallel.mappings import (
@@ -180,14 +181,17 @@ def score_hidden(
         return chosen
 
     vocabulary = output_layer.output_size_per_partition
-    return _scores(logits, hidden_states[:, 0], context, output_layer.tp_group, vocabulary)
+    frozen = [*output_layer.parameters(), *([] if output_weight is None else [output_weight])]
+    return _scores(logits, hidden_states[:, 0], context, output_layer.tp_group, vocabulary, frozen)
 
 
 def _request(batch: PackedBatch, layout: ContextLayout | None, temperature: float, with_entropy: bool) -> Request:
     return Request(batch, layout, checks.number("temperature", temperature), checks.flag("with_entropy", with_entropy))
 
 
-def _scores(head: Any, rows: Tensor, request: Request, group: Any, vocabulary: int) -> Scores:
+def _scores(
+    head: Any, rows: Tensor, request: Request, group: Any, vocabulary: int, frozen: Iterable[Tensor] = ()
+) -> Scores:
     layout, distinct = request.layout, request.batch.distinct
     targets, index = distinct.pick(request.batch.targets), distinct.pick(request.batch.token_index)
     count = len(targets)
@@ -197,7 +201,8 @@ def _scores(head: Any, rows: Tensor, request: Request, group: Any, vocabulary: i
     # One gather for all rows: one per chunk would have a backward as large as the whole pack.
     chosen = rows.index_select(0, index)
     options: dict[str, Any] = dict(temperature=request.temperature, with_entropy=request.with_entropy, group=group)
-    logps, entropy = score_in_chunks(head, chosen, targets, rows=rows_of_a_chunk(vocabulary), **options)
+    options |= dict(rows=rows_of_a_chunk(vocabulary), frozen=frozen)
+    logps, entropy = score_in_chunks(head, chosen, targets, **options)
     scores = [logps, entropy] if request.with_entropy else [logps]
     if layout is not None:
         scores = [_of_all_ranks(one, own, count, layout) for one in scores]

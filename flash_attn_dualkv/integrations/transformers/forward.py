@@ -122,7 +122,9 @@ def shared_prompt_forward(
 
     def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
         wanted = targets.to(hidden.device)
-        return score_in_chunks(head, hidden, wanted, rows=rows, temperature=temperature, with_entropy=with_entropy)
+        frozen = causal_lm_of(model).get_output_embeddings().parameters()
+        options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, frozen=frozen)
+        return score_in_chunks(head, hidden, wanted, rows=rows, **options)
 
     drops = checks.flag("drop_unread", drop_unread) and layout is None
     logps, entropy = _scored(model, batch, token_index, score, self_check, layout, drops)
