@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 from calls import Operators
-from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model
+from tiny_models import MIXED, check_equal, dualkv, replicated_logps, row_of, stock_twin, tiny_model
 
 from flash_attn_dualkv import (
     SharedPromptError,
@@ -127,6 +127,19 @@ def test_positions_of_a_batch_without_its_layout(view, hooked):
         without_layout(model, BATCH, VIEWS[view](BATCH.position_ids))
 
 
+@pytest.mark.parametrize("attention", ["dualkv", "sdpa"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("padding", [None, 0, 3])
+def test_a_mask_that_transformers_makes_stands_for_no_layout(attention, use_cache, padding, restored_registry):
+    """Of positions it makes one of T x T elements, without a cache, and of a mask of padding: none of sharing."""
+    dualkv.wrap("sdpa")
+    model = tiny_model("qwen3", attention=attention)
+    mask = None if padding is None else (torch.arange(BATCH.layout.num_tokens) >= padding)[None].long()
+    row = row_of(BATCH, use_cache=use_cache, attention_mask=mask, shared_prompt_layout=None)
+    with pytest.raises(SharedPromptLayoutError, match=NO_LAYOUT):
+        model(**row)
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("form", BATCHES)
 def test_positions_of_any_batch_are_known(form, hooked):
@@ -163,10 +176,14 @@ def test_positions_that_only_look_alike():
     assert alive() is None  # nothing keeps the positions of a batch
 
 
-def test_a_mask_of_ones_own_may_stand_for_the_layout():
+@pytest.mark.parametrize("attention", ["dualkv", "sdpa"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_mask_of_ones_own_may_stand_for_the_layout(attention, hooked, restored_registry):
     """Rows that see what the layout would let them see, in a mask of all pairs."""
-    model = tiny_model("llama")
-    dualkv.install_layout_hook(model)
+    dualkv.wrap("sdpa")
+    model = tiny_model("llama", attention=attention)
+    if hooked:
+        dualkv.install_layout_hook(model)
     prompt, batch = [5, 6, 7], pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]], boundary="gather")
     sees = torch.ones(6, 6).tril().bool()
     sees[5, 3:5] = False

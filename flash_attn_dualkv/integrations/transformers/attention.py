@@ -26,7 +26,7 @@ from ..replacing import in_place_of, stock_of
 from . import base_class
 from .hybrid.delivery import check_running
 from .late import KEYS, keys_of_all_rows
-from .masks import DeferredMask, deferred_mask
+from .masks import DeferredMask, deferred_mask, is_marked, marked
 from .support import TAKES_LAYOUT, rope_of_ranks
 
 FALLBACKS = ("auto", "sdpa", "eager")
@@ -252,7 +252,8 @@ def _stock_mask(attention_mask: Any, kwargs: dict[str, Any]) -> Any:
     """The mask that stock attention takes; an error if it is for a packed row whose layout got lost."""
     # The guard counts layers that lost it. A compiled graph would break at it, in every layer.
     if not torch.compiler.is_compiling() and guard.current() is None:
-        check_unpacked(kwargs.get("position_ids"), attention_mask)
+        own = None if is_marked(attention_mask) else attention_mask
+        check_unpacked(kwargs.get("position_ids"), own)
     return attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
 
 
@@ -316,6 +317,6 @@ def _wrapped_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         if not args and guard.current() is not None and kwargs.get("attention_mask") is None:
             return DeferredMask(stock, kwargs)
-        return stock(*args, **kwargs)
+        return marked(stock(*args, **kwargs))
 
     return mask

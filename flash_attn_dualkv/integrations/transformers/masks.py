@@ -202,10 +202,30 @@ def deferred_mask(
     arguments = dict(batch_size=batch_size, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
         return DeferredMask(sdpa_mask, arguments)
-    mask = sdpa_mask(**arguments)
+    mask = marked(sdpa_mask(**arguments))
     # Layers with others' keys may get the last rows alone: None would be causal from the first.
     drops_rows = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
     return DeferredMask(sdpa_mask, arguments) if mask is None and drops_rows else mask
+
+
+def marked(mask: Any) -> Any:
+    """A mask that transformers has made of positions and padding, with a mark of that.
+
+    It knows nothing of shared prompts, while a mask of the caller's own, which does not come here, may stand for a
+    layout: see `check_unpacked`.
+    """
+    if isinstance(mask, Tensor) and not torch.compiler.is_compiling():
+        _whole(mask).dualkv_made = True
+    return mask
+
+
+def is_marked(mask: Any) -> bool:
+    """Whether a mask, or what it is a view of, has this mark."""
+    return isinstance(mask, Tensor) and hasattr(_whole(mask), "dualkv_made")
+
+
+def _whole(tensor: Tensor) -> Any:
+    return tensor._base if tensor._is_view() else tensor
 
 
 def _is_skipped(arguments: dict[str, Any]) -> bool:
