@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import timeit
 
@@ -263,6 +264,108 @@ def test_another_hook_or_module_in_the_place_of_one(trials):
     model.model.layers[0].mlp = Mean(model.config).to(mlp.up_proj.weight.dtype)
     with pytest.raises(SharedPromptError, match="expected the same in a packed row as in rows of their own"):
         forward(model)
+
+
+def adds_mean(module, args, output, factor=0.0):
+    return output + factor * output.mean(1, keepdim=True)
+
+
+class AddsMean:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, module, args, output):
+        return adds_mean(module, args, output, self.factor)
+
+    def method(self, module, args, output):
+        return self(module, args, output)
+
+
+def closure_of_a_number(factor):
+    return lambda module, args, output: adds_mean(module, args, output, factor)
+
+
+def closure_of_settings(factor):
+    settings = {"factors": [1.0, (factor,)]}
+    return lambda module, args, output: adds_mean(module, args, output, settings["factors"][1][0])
+
+
+def closure_of_a_tensor(factor):
+    factor = torch.tensor(factor)
+    return lambda module, args, output: adds_mean(module, args, output, factor)
+
+
+def closure_of_a_function(factor):
+    def inner(*args):
+        return closure_of_a_number(factor)(*args)
+
+    def outer(*args, depth=1):
+        return outer(*args, depth=0) if depth else inner(*args)
+
+    return outer
+
+
+HOOKS = {
+    "closure": closure_of_a_number,
+    "settings": closure_of_settings,
+    "tensor": closure_of_a_tensor,
+    "function": closure_of_a_function,
+    "partial": lambda factor: functools.partial(adds_mean, factor=factor),
+    "object": AddsMean,
+    "method": lambda factor: AddsMean(factor).method,
+}
+BY_VALUE = ("closure", "settings", "function", "partial")
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_of_the_same_code_with_other_values_is_tried(kind, trials):
+    model, hooks = tiny_model("llama"), [HOOKS[kind](factor) for factor in (0.0, 0.0, 0.5)]
+    norm = model.model.norm
+    counts = []
+    for hook in (hooks[0], hooks[0], hooks[1]):
+        handle = norm.register_forward_hook(hook)
+        forward(model)
+        forward(model)
+        handle.remove()
+        counts.append(len(trials))
+    assert counts == [1, 1, 1 if kind in BY_VALUE else 2]
+    norm.register_forward_hook(hooks[2])
+    with pytest.raises(SharedPromptError, match="first module that differs is model.norm"):
+        forward(model)
+
+
+def test_a_hook_that_counts_in_its_closure_is_tried_once(trials):
+    model, calls = tiny_model("llama"), 0
+
+    def count(module, args, output):
+        nonlocal calls
+        calls += 1
+
+    model.model.norm.register_forward_hook(count)
+    for _ in range(3):
+        forward(model)
+    assert calls == 3 and len(trials) == 1
+
+
+def test_another_hook_in_each_step(trials, monkeypatch):
+    """What is remembered of them does not grow, and a hook without weak references does no harm."""
+    monkeypatch.setattr(first_use, "MOST_STATES", 3)
+    monkeypatch.setattr(first_use, "MOST_KINDS", 3)
+    monkeypatch.setattr(first_use, "_kinds", {})
+    model = tiny_model("llama")
+
+    class Slots:
+        __slots__ = ()
+
+        def __call__(self, module, args, output):
+            pass
+
+    for hook in [closure_of_a_number(step * 1e-30) for step in range(8)] + [Slots(), Slots()]:
+        handle = model.model.norm.register_forward_hook(hook)
+        forward(model)
+        handle.remove()
+        assert len(first_use._errors[model]) <= 3 and len(first_use._kinds) <= 3
+    assert len(trials) == 9
 
 
 def test_once_per_set_of_active_adapters(trials):
