@@ -85,6 +85,21 @@ def test_positions_given_by_position(guarded):
         model(BATCH.input_ids[None], None, BATCH.position_ids[None] + 0, **inputs)
 
 
+FOUR_ROWS = pack_shared_prompts([[5, 6]] * 2, [[7], [8]], boundary="gather")  # as many as the model has heads
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_positions_without_the_dimension_of_rows(hooked):
+    """They would be broadcast over heads, silently where there are as many of these as rows."""
+    model, own = tiny_model("llama", num_key_value_heads=4), FOUR_ROWS.position_ids
+    if hooked:
+        dualkv.install_layout_hook(model)
+    for positions in (own, own[:, None], own.expand(2, -1)) if hooked else (own,):
+        with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
+            call(model, FOUR_ROWS, position_ids=positions)
+    call(model, FOUR_ROWS, position_ids=own[None])
+
+
 # --- positions without a layout ---------------------------------------------------------------------------------------
 
 NO_LAYOUT = "shared_prompt_layout: expected batch.layout beside the positions of its packed row"

@@ -27,7 +27,7 @@ from . import base_class
 from .hybrid.delivery import check_running
 from .late import KEYS, keys_of_all_rows
 from .masks import DeferredMask, deferred_mask, is_marked, marked
-from .support import TAKES_LAYOUT, rope_of_ranks
+from .support import TAKES_LAYOUT, check_one_row, rope_of_ranks
 
 FALLBACKS = ("auto", "sdpa", "eager")
 # Keyword arguments of attention functions that do not change what a token attends to. Others are
@@ -121,6 +121,7 @@ def _attend(
     _check_call(module, query, key, layout, attention_mask, kwargs)
     if layout.device != query.device:  # layers of a model may be on several devices
         layout = layout.to(query.device)
+    check_one_row(kwargs.get("position_ids"))
     layout.check_positions(kwargs.get("position_ids"))
     check_running(module)
     guard.consume(module, layout)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ... import kernels
 from ...checks import describe, explain
-from ...errors import SharedPromptError, SharedPromptTypeError
+from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
 from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
 
 # Substrings of the names of inputs other than text.
@@ -226,6 +226,16 @@ def check_positions(backbone: nn.Module) -> None:
     if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
         expected = "a backbone whose forward takes position_ids"
         raise SharedPromptError(explain("model", expected, f"that of {type(backbone).__name__}"))
+
+
+def check_one_row(position_ids: Any) -> None:
+    """SharedPromptLayoutError for positions without the dimension of rows, of which a packed batch has one.
+
+    Models broadcast them: over heads, for example, where there are as many of these.
+    """
+    if isinstance(position_ids, Tensor) and (position_ids.dim() < 2 or position_ids.shape[-2] != 1):
+        expected = "batch.position_ids[None] with a shared prompt, (1, T), or (n, 1, T) where images have several"
+        raise SharedPromptLayoutError(explain("position_ids", expected, f"shape {tuple(position_ids.shape)}"))
 
 
 def tower_names(model: Any) -> tuple[str, ...]:
