@@ -32,7 +32,7 @@ from ..host import int64s, runs, to_device
 from .scoring import MAX_TOKENS, MIN_SHARED, scoring_batches
 from .transformers import register, shared_prompt_logits
 from .transformers.structure import causal_lm_of
-from .transformers.support import check_attention, check_supported
+from .transformers.support import check_attention, check_supported, rope_class
 
 ATTENTION = "dualkv"
 
@@ -110,12 +110,11 @@ class DualKVLM(HFLM):
             scored.setdefault(self._input(context, continuation), []).append(number)
         inputs = [*scored]
         answers: list[Answer | None] = [None] * len(requests)
-        shared = {"max_tokens": self.max_tokens, "min_shared": self.min_shared, "device": self.device}
         desc, hidden = "Running loglikelihood requests", disable_tqdm or self.rank != 0
         with tqdm(total=len(requests), disable=hidden, desc=desc) as progress:
             for numbers, fetch in _one_behind(
                 self._launch(requests, [scored[inputs[index]] for index in chosen], batch)
-                for chosen, batch in scoring_batches(inputs, **shared)
+                for chosen, batch in self._micro_batches(inputs)
             ):
                 lens = [len(requests[number][2]) for number in numbers]
                 for number, answer in zip(numbers, _answers(lens, *fetch())):
@@ -138,6 +137,25 @@ class DualKVLM(HFLM):
                 f"max_length ({self.max_length}): the first {cut} tokens are left out."
             )
         return (*context, *continuation)[max(0, cut) : -1]
+
+    def _micro_batches(self, inputs: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], PackedBatch]]:
+        """Which inputs a micro-batch has, and it; those whose angles of RoPE differ are in different ones."""
+        config = causal_lm_of(self.model).config
+        angles_of = {length: rope_class(config, length) for length in {*map(len, inputs)}}
+        classes: dict[tuple[int, ...], list[int]] = {}
+        for index, one in enumerate(inputs):
+            classes.setdefault(angles_of[len(one)], []).append(index)
+        shared = {"max_tokens": self.max_tokens, "min_shared": self.min_shared, "device": self.device}
+        before: tuple[int, ...] = ()
+        for angles in sorted(classes):
+            if any(angles) and not any(before):
+                # Dynamic angles stay those of the longest sequence so far until a short one comes:
+                # one of a token, and then the longer, the later.
+                self._model_call(torch.zeros((1, 1), dtype=torch.int64, device=self.device))
+            before = angles
+            members = classes[angles]
+            for chosen, batch in scoring_batches([inputs[index] for index in members], **shared):
+                yield [members[at] for at in chosen], batch
 
     def _launch(
         self, requests: Sequence[Request], groups: Sequence[Sequence[int]], batch: PackedBatch

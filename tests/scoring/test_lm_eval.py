@@ -117,6 +117,34 @@ def test_truncation(max_length: int) -> None:
     check_answers(ours.loglikelihood(instances(pairs), True), stock.loglikelihood(instances(pairs), True))
 
 
+ROPE = dict(rope_theta=10000.0, factor=4.0, original_max_position_embeddings=48)
+FACTORS = dict(short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.0, 4.0])
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_angles_of_rope_are_those_of_each_request_alone(kind: str) -> None:
+    """Whatever is scored beside and before it: they follow the longest sequence that a model sees at once, or saw."""
+    name = "rope_parameters" if VERSION >= (5, 0) else "rope_scaling"
+    rope = ROPE | dict(rope_type=kind) | (FACTORS if kind == "longrope" else {})
+    model = tiny_model("llama", dtype=torch.float32, max_position_embeddings=48, **{name: rope})
+    ours = lm_eval.DualKVLM(model, tokenizer=tokenizer(), max_length=100, min_shared=1)
+    draw = random.Random(3)
+    pairs = few_shot(4, 3, header=30)
+    pairs += [(f"{pairs[0][0]} {words(count, draw)}", f" {words(2, draw)}") for count in (9, 9, 16, 17, 18, 40)]
+    pairs += [(pairs[-1][0], f" {words(2, draw)}")]
+    lengths = [*map(len, inputs_of(pairs))]
+    assert min(lengths) < 48 < sorted(lengths)[-3] < max(lengths)
+
+    def alone(pair: Pair) -> Any:
+        stock = HFLM(stock_twin(model), tokenizer=tokenizer(), max_length=100, batch_size=1)
+        return stock.loglikelihood(instances([pair]), True)[0]
+
+    expected = [*map(alone, pairs)]
+    for chosen in (range(len(pairs)), [at for at, length in enumerate(lengths) if length > 48], range(len(pairs))):
+        got = ours.loglikelihood(instances([pairs[at] for at in chosen]), True)
+        check_answers(got, [expected[at] for at in chosen])
+
+
 @pytest.mark.parametrize("batch_size", [2, "auto"])
 def test_rolling(batch_size: Any) -> None:
     ours, stock = both(tiny_model("qwen3", dtype=torch.float32), max_length=16, batch_size=batch_size, max_tokens=50)
