@@ -140,7 +140,9 @@ def pack_padded(
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
     given = [checks.integers("prompt_length", prompt_length, 1)] if isinstance(prompt_length, Tensor) else []
     parts = {"attention_mask": attention_mask}
-    if not given and (hasattr(prompt_length, "__index__") or not hasattr(prompt_length, "__len__")):
+    # Arrays of NumPy have a length and are indices, whatever their dimensions.
+    is_list = hasattr(prompt_length, "__len__") and getattr(prompt_length, "ndim", 1) > 0
+    if not given and not is_list:
         columns = checks.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
         prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
         parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,14 +84,14 @@ def test_pack_padded(sides: tuple[str, str], kind: torch.dtype) -> None:
 def test_all_forms_on_a_device(device: str, boundary: str, dtype: torch.dtype) -> None:
     """The same batch wherever the tokens are and wherever it is wanted, of any integers, in deterministic mode too.
 
-    A prompt length for each row comes as a tensor, a list or a tuple.
+    A prompt length for each row comes as a tensor, a list, a tuple or an array.
     """
     options: Any = dict(boundary=boundary, pad_to_multiple_of=8, max_responses_per_group=1)
     expected = pack_shared_prompts(PROMPTS, RESPONSES, **options)
     prompts, responses = ([one.to(device, dtype) for one in tensors(lists)] for lists in (PROMPTS, RESPONSES))
     whole = [torch.cat(pair) for pair in zip(prompts, responses)]
     lengths = [len(one) for one in PROMPTS]
-    forms: list[Any] = [torch.tensor(lengths, device=device), lengths, tuple(lengths)]
+    forms: list[Any] = [torch.tensor(lengths, device=device), lengths, tuple(lengths), np.array(lengths)]
     ids, mask, columns = padded(PROMPTS, RESPONSES, ("right", "left"), pad=0)
     ids, mask = ids.to(device, dtype), mask.to(device, torch.bool)
     rows, own, _ = padded([[*one] for one in map(Tensor.tolist, whole)], [[]] * len(whole), ("left", "left"), pad=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from samples import nested
@@ -59,6 +60,9 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: pack_padded(ONES, ONES, [2, 2.5]), r"^prompt_length\[1\]: expected an int >= 0"),
     (lambda: pack_padded(ONES, ONES, [2]), "^prompt_length: expected 2 of them"),
     (lambda: pack_padded(ONES, ONES, torch.tensor(2)), "^prompt_length: expected 1 dimension"),
+    (lambda: pack_padded(ONES, ONES, np.array([2])), "^prompt_length: expected 2 of them"),
+    (lambda: pack_padded(ONES, ONES, np.array([2.0, 2.0])), r"^prompt_length\[0\]: expected an int >= 0"),
+    (lambda: pack_padded(ONES, ONES, np.array([[2], [2]])), r"^prompt_length\[0\]: expected an int >= 0"),
     (lambda: pack_jagged(nested(ONES), [2, 5]), r"^prompt_lens\[1\]: expected 0 .. 4"),
     (lambda: pack_jagged(nested(ONES), torch.ones(2)), "^prompt_lens: expected integers"),
     (lambda: group_by_prompt([[1]], group_ids=list(torch.ones(1))), r"^group_ids\[0\]: .* no tensor"),
