@@ -85,6 +85,20 @@ def test_positions_given_by_position(guarded):
         model(BATCH.input_ids[None], None, BATCH.position_ids[None] + 0, **inputs)
 
 
+@pytest.mark.parametrize("shape", [(-1,), (1, -1)])
+def test_positions_of_ones_own_for_text(shape):
+    """Of one dimension, or in the form of several: of both the guards know."""
+    model = tiny_model("llama")
+    whole = [torch.arange(len(one) + len(other)) for one, other in zip(MIXED.prompts, MIXED.responses)]
+    batch = MIXED.pack(row_values={"position_ids": [one.view(shape) for one in whole]})
+    got, expected = (dualkv.shared_prompt_forward(model, one)[0] for one in (batch, BATCH))
+    assert torch.equal(got, expected)
+    inputs = dualkv.row_inputs(model, batch)
+    assert inputs["position_ids"].shape == (1, batch.layout.num_tokens)
+    with pytest.raises(SharedPromptLayoutError, match=NO_LAYOUT):
+        model(**{**inputs, "shared_prompt_layout": None})
+
+
 FOUR_ROWS = pack_shared_prompts([[5, 6]] * 2, [[7], [8]], boundary="gather")  # as many as the model has heads
 
 

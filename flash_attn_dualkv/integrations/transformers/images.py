@@ -81,7 +81,8 @@ def row_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout | Non
     Args:
         model: a causal LM of transformers, wrapped or not.
         batch: packed with its `images`, if it has any. Positions of several dimensions are those of
-            `row_values["position_ids"]`, (n, T), or, where these were not given, the model's own.
+            `row_values["position_ids"]`, (n, T), or, where these were not given, the model's own; (T,) or (1, T) of
+            text.
         layout: of the batch, divided among ranks (`UlyssesLayout`, `ContextLayout`): the inputs are this rank's rows.
             None where this process has the whole row.
 
@@ -98,6 +99,10 @@ def row_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout | Non
     causal_lm = causal_lm_of(model)
     ids, whole = batch.input_ids, batch.layout
     positions = batch.row_values.get("position_ids")
+    if positions is not None and positions.dim() > 1 and len(positions) == 1:
+        # Those of text, in the form of several dimensions. A copy, since the layout marks its
+        # positions, and a view has the mark of what it is a view of.
+        positions = positions[0].clone()
     if batch.images:
         check_images(causal_lm, batch.images)
         check_placeholders(causal_lm.config, batch)
