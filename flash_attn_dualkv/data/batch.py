@@ -115,7 +115,7 @@ class PackedBatch(SeparatelyPickled):
     @untraced
     def row_index(self) -> Tensor:
         """(sum L,) int64, the row of every token of every sequence."""
-        return self.rows_of(torch.arange(sum(self.sequence_lens), device=self.input_ids.device))
+        return self._rows_of(torch.arange(sum(self.sequence_lens), device=self.input_ids.device))
 
     @untraced
     def rows_of(self, tokens: Tensor) -> Tensor:
@@ -134,6 +134,10 @@ class PackedBatch(SeparatelyPickled):
         count = self.num_replicated_tokens
         if tokens.device.type == "cpu" and ((tokens < 0) | (tokens >= count)).any():
             raise SharedPromptError(explain("tokens", f"places among {count} tokens", tokens.tolist()))
+        return self._rows_of(tokens)
+
+    @untraced
+    def _rows_of(self, tokens: Tensor) -> Tensor:
         return Spans(*to_device([*Spans.of(self.tree)], tokens.device)).rows(tokens)
 
     @kept
@@ -142,7 +146,7 @@ class PackedBatch(SeparatelyPickled):
         if 0 in self.sequence_lens:
             got = f"sequence {self.sequence_lens.index(0)} without any"
             raise SharedPromptError(explain("sequences", "at least one token in each", got))
-        return self.rows_of(self.jagged_offsets[1:] - 1)
+        return self._rows_of(self.jagged_offsets[1:] - 1)
 
     @kept
     def multiplicity(self) -> Tensor:
@@ -155,11 +159,15 @@ class PackedBatch(SeparatelyPickled):
         """The scored tokens without repetition: of 149 rollouts of agents' turns, 1.05M are 338K.
 
         Waits for a GPU, because how many there are is not known without; not if `own_labels` says that all are.
+
+        Raises:
+            SharedPromptError: the batch has no values, on the meta device.
         """
         scored = len(self.token_index)
         if self.own_labels or not scored:
             return Distinct()
-        own, number = self.rows_of(self.jagged_index + 1), torch.arange(scored, device=self.input_ids.device)
+        self._check_has_values()
+        own, number = self._rows_of(self.jagged_index + 1), torch.arange(scored, device=self.input_ids.device)
         first = torch.full_like(self.input_ids, scored).scatter_reduce_(0, own, number, "amin").index_select(0, own)
         is_first = first == number
         chosen = is_first.nonzero()[:, 0]
@@ -182,10 +190,14 @@ class PackedBatch(SeparatelyPickled):
         """A value of each sequence (an advantage) for each of its scored tokens, in the order of `token_index`.
 
         Args:
-            per_sequence: (B, ...), a tensor or a list of numbers; differentiable.
+            per_sequence: (B, ...), a tensor or a list of numbers; differentiable. Not (B, 1): what comes of it would
+                be broadcast against (sum R,) values to a matrix.
 
         Returns:
             (sum R, ...) on the batch's device.
+
+        Raises:
+            SharedPromptError: values that are not as described.
         """
         device, count = self.input_ids.device, len(self.response_lens)
         try:
@@ -196,6 +208,9 @@ class PackedBatch(SeparatelyPickled):
         if values.dim() == 0 or len(values) != count:
             got = f"shape {tuple(values.shape)}"
             raise SharedPromptError(explain("per_sequence", f"{count} values (as sequences)", got))
+        if values.shape[1:] == (1,):
+            expected = f"shape ({count},), which values of tokens are multiplied with"
+            raise SharedPromptError(explain("per_sequence", expected, f"shape {tuple(values.shape)}"))
         longest = max(1, *self.response_lens)
         return values.index_select(0, self.padded_index // longest)
 
@@ -217,9 +232,11 @@ class PackedBatch(SeparatelyPickled):
 
         Raises:
             SharedPromptError: rows score several tokens, or one token for several sequences: such a loss would count
-                them once. To find that out, what a GPU has computed may be waited for.
+                them once. To find that out, what a GPU has computed may be waited for. A batch without values, on meta.
         """
         scored = sum(self.response_lens)
+        if not self.own_labels:
+            self._check_has_values()
         rows = scored if self.own_labels else int((self.row_labels != IGNORED_LABEL).sum())
         if rows < scored:
             expected = f"a row for each of the {scored} scored tokens of all sequences"
@@ -230,6 +247,10 @@ class PackedBatch(SeparatelyPickled):
             )
             raise SharedPromptError(explain("labels", expected, got))
         return self.row_labels
+
+    def _check_has_values(self) -> None:
+        if self.input_ids.is_meta:
+            raise SharedPromptError(explain("batch", "one whose tensors have values", "one on meta"))
 
     # What is saved
 
@@ -430,8 +451,17 @@ def _on(device: torch.device, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal, tensors and arrays (in lists, tuples and dicts too) in shape and all elements."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return bool(one == other)
+        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return are_tensors and one.device == other.device and not one.is_meta and torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_equal(value, other[key]) for key, value in one.items())
+    if getattr(one, "shape", ()) != getattr(other, "shape", ()):
+        return False
+    same = one == other
+    return bool(same.all() if hasattr(same, "all") else same)

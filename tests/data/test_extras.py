@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from samples import assert_same_batch, nested, padded, tensors
@@ -69,6 +70,8 @@ def test_values_of_rows_and_groups(form: str, boundary: str) -> None:
     check(pickle.loads(pickle.dumps(batch)))
     moved = batch.to("meta")
     assert moved.row_values["height"].is_meta and moved.group_values["pixels"][0].is_meta
+    assert moved.row_index.is_meta and moved.row_index.shape == batch.row_index.shape
+    assert moved.last_rows.is_meta and moved.multiplicity.shape == batch.multiplicity.shape
 
 
 def test_values_of_trees() -> None:
@@ -98,6 +101,32 @@ def test_values_that_differ_where_tokens_share_a_row(form: str) -> None:
         batches(HEIGHTS, {"uid": ["a", "b", "d", "c"]})[form]()
     with pytest.raises(SharedPromptError, match=r"^group_values\['pixels'\]"):
         batches(HEIGHTS, {"pixels": [*PIXELS[:2], PIXELS[0] + 1, PIXELS[3]]})[form]()
+
+
+EQUAL: list[Any] = [
+    lambda: np.arange(3), lambda: np.float32(2.0), lambda: np.array(["a"]), lambda: (np.arange(3), "a"),
+    lambda: [torch.arange(3)], lambda: {"a": [np.arange(3), torch.arange(2)]},
+]  # fmt: skip
+UNEQUAL: list[tuple[Any, Any]] = [
+    (np.arange(3), np.array([0, 1, 3])), (np.arange(3), np.arange(4)), (np.ones(1), np.ones((1, 1))), (np.ones(1), 1.0),
+    (np.ones(2), torch.ones(2)), ((np.ones(2), 1), (np.ones(2), 2)), ([torch.ones(1)], [torch.ones(1, 1)]),
+    ([1], (1,)), ({"a": torch.ones(2)}, {"b": torch.ones(2)}), ({"a": torch.ones(2)}, {"a": torch.zeros(2)}),
+    (torch.ones(2), torch.ones(2, device="meta")), (torch.ones(2, device="meta"), torch.ones(2, device="meta")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", EQUAL, ids=range(len(EQUAL)))
+def test_equal_values_of_groups(make: Any) -> None:
+    """Arrays are compared as a whole, also where other values hold them."""
+    value = make()
+    batch = pack_shared_prompts([[1, 2]] * 2, [[3], [4]], group_values={"x": [value, make()]})
+    assert batch.group_values["x"][0] is value
+
+
+@pytest.mark.parametrize(("one", "other"), UNEQUAL, ids=range(len(UNEQUAL)))
+def test_unequal_values_of_groups(one: Any, other: Any) -> None:
+    with pytest.raises(SharedPromptError, match=r"^group_values\['x'\]: .* different ones of samples 0 and 1"):
+        pack_shared_prompts([[1, 2]] * 2, [[3], [4]], group_values={"x": [one, other]})
 
 
 def lists(**options: Any) -> PackedBatch:
@@ -132,7 +161,11 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: pack_prefix_tree(WHOLE, tree=WHOLE), "^tree: expected a PrefixTree"),
     (lambda: pack_shared_prompts([[1]], [[2]]).expand([1.0, 2.0]), "^per_sequence: expected 1 values"),
     (lambda: pack_shared_prompts([[1]], [[2]]).expand(torch.tensor(1.0)), "^per_sequence: expected 1 values"),
+    (lambda: pack_shared_prompts([[1]], [[2]]).expand(torch.ones(1, 1)),
+     r"^per_sequence: expected shape \(1,\).* got shape \(1, 1\)"),
     (lambda: pack_shared_prompts([[1]], [[2]]).expand(["a"]), "^per_sequence: expected a tensor or a list"),
+    (lambda: pack_prefix_tree(WHOLE, device="meta").distinct, "^batch: .* tensors have values, got one on meta"),
+    (lambda: pack_prefix_tree(WHOLE, device="meta").labels, "^batch: .* tensors have values, got one on meta"),
     (lambda: lists(row_values={"x": ["a"] * 4}), r"^row_values\['x'\]: expected a list of tensors"),
     (lambda: pack_prefix_tree([WHOLE[0], WHOLE[0], *WHOLE[2:]], tree=group_by_prefix(WHOLE)),
      "^tree: .* 5 tokens in sequence 1, got one whose sequence 1 has 3"),
