@@ -12,7 +12,8 @@ import weakref
 import pytest
 import torch
 from calls import Operators
-from tiny_models import MIXED, check_equal, dualkv, replicated_logps, row_of, stock_twin, tiny_model
+from sweep import any_model
+from tiny_models import MIXED, VERSION, check_equal, dualkv, replicated_logps, row_of, stock_twin, tiny_model
 
 from flash_attn_dualkv import (
     SharedPromptError,
@@ -327,6 +328,35 @@ def test_layers_that_were_left_on_stock_attention(layers, attention):
         call(model, position_ids=BATCH.position_ids[None])
     with pytest.raises(SharedPromptError, match=expected):
         dualkv.shared_prompt_forward(model, BATCH)
+
+
+def logits_of_last_rows(model, batch):
+    return dualkv.shared_prompt_logits(model, batch, batch.last_rows, lambda logits, at: (logits[:, 0],))
+
+
+def hooked_call(model, batch):
+    hook = dualkv.install_layout_hook(model)
+    try:
+        model(**row_of(batch))
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("run", [dualkv.shared_prompt_forward, logits_of_last_rows, hooked_call])
+@pytest.mark.parametrize("name", ["gpt2", "biogpt", "gptj", "llama"])
+def test_sequences_beyond_the_table_of_positions(name, run):
+    """Embeddings of positions, some with an offset, and buffers; RoPE has no table."""
+    if VERSION < (5, 17) and name != "llama":
+        pytest.skip("drops the layout in older versions")
+    model = any_model(name, max_position_embeddings=24, n_positions=24)
+    run(model, pack_shared_prompts([[5] * 22] * 2, [[6], [7, 8]]))
+    longer = pack_shared_prompts([[5] * 23] * 2, [[6], [7, 8]])
+    if name == "llama":
+        run(model, longer)
+        return
+    expected = "batch: expected sequences of at most 24 tokens, as .* has no more positions, got 25"
+    with pytest.raises(SharedPromptError, match=expected):
+        run(model, longer)
 
 
 def test_tokens_outside_the_vocabulary():

@@ -31,7 +31,7 @@ from .gathered import already_gathered, gathered_modules, head_modules, score_ga
 from .images import row_inputs, towers_without_layout
 from .late import late_layout
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
-from .support import check_attention, check_supported, num_mixing_layers, text_config
+from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
 
 Head = Callable[[Tensor], Tensor]  # (m, D) -> (m, vocabulary)
 Score = Callable[[Head, Tensor, int], tuple[Tensor, ...]]  # of a head, (n, D), and the rows of a chunk
@@ -105,9 +105,9 @@ def shared_prompt_forward(
         entropy is None unless asked for.
 
     Raises:
-        SharedPromptError: an argument is not as described; a token id is not in the vocabulary; the model is not exact
-            on shared prompts (see `check_supported`), draws random numbers, runs on another attention, or shards its LM
-            head as an FSDP unit of its own.
+        SharedPromptError: an argument is not as described; a token id is not in the vocabulary, or a position not in
+            the model's table of them; the model is not exact on shared prompts (see `check_supported`), draws random
+            numbers, runs on another attention, or shards its LM head as an FSDP unit of its own.
         SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
@@ -225,6 +225,7 @@ def _scored(
         backbone = check_forward(causal_lm)
         check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
         check_vocabulary(causal_lm, batch)
+        check_length(causal_lm, batch.layout.max_sequence)
         inputs = row_inputs(causal_lm, batch, layout)
         if drop_unread:
             late = late_layout(causal_lm, batch, read)

@@ -23,7 +23,7 @@ from .first_use import check_first_use
 from .hybrid import prepare
 from .images import check_row_images, drop_layout, towers_of
 from .structure import backbone_name, causal_lm_of, holds, is_replaced
-from .support import check_modules, check_one_row, check_positions, check_supported, num_mixing_layers
+from .support import check_length, check_modules, check_one_row, check_positions, check_supported, num_mixing_layers
 
 # Outputs of towers (vision, audio), which are no result of the row.
 _OF_TOWERS = re.compile(r"^(image|video|audio|vision)_")
@@ -72,6 +72,7 @@ def _check_inputs(layout: Any, inputs: dict[str, Any], model: nn.Module) -> None
         raise SharedPromptLayoutError(explain("position_ids", expected, "none, so that the model would count rows"))
     check_one_row(position_ids)
     layout.check_positions(position_ids)
+    check_length(model, layout.max_sequence)
     check_labels(inputs.get("labels"), inputs.get("shift_labels"))
     check_row_images(model, position_ids, inputs)
 

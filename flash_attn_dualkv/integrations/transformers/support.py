@@ -22,6 +22,7 @@ from ... import kernels
 from ...checks import describe, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
 from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
+from .structure import decoder_of
 
 # Substrings of the names of inputs other than text.
 MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
@@ -36,6 +37,10 @@ _MIXER_CLASSES = re.compile(
 # Configuration fields of random numbers that stock training draws for every copy of the prompt.
 _NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter)")
 _NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
+
+
+# Embeddings of positions, and buffers of sines, with a row for each position.
+_POSITION_TABLES = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions|pos_encoding)$")
 
 
 class FirstUseError(SharedPromptError):
@@ -244,6 +249,28 @@ def check_positions(backbone: nn.Module) -> None:
     if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
         expected = "a backbone whose forward takes position_ids"
         raise SharedPromptError(explain("model", expected, f"that of {type(backbone).__name__}"))
+
+
+def check_length(model: Any, longest: int) -> None:
+    """SharedPromptError for sequences that a model's table of positions has no row for.
+
+    On a GPU the look-up would only say "device-side assert", on the CPU "index out of range".
+
+    Args:
+        model: a transformers model.
+        longest: tokens of the longest sequence.
+    """
+    if longest <= (getattr(text_config(model.config), "max_position_embeddings", None) or 0):
+        return
+    decoder = decoder_of(model)
+    for name, one in (*decoder.named_modules(), *decoder.named_buffers()):
+        if not _POSITION_TABLES.search(name):
+            continue
+        rows = len(one) if isinstance(one, Tensor) else getattr(one, "num_embeddings", longest)
+        most = rows - getattr(one, "offset", 0)
+        if longest > most:
+            expected = f"sequences of at most {most} tokens, as {name} of {type(model).__name__} has no more positions"
+            raise SharedPromptError(explain("batch", expected, longest))
 
 
 def check_one_row(position_ids: Any) -> None:

@@ -23,7 +23,7 @@ from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
 from .late import late_layout
 from .structure import backbone_name, causal_lm_of, lock_of, replaced_forward
-from .support import check_attention, check_supported, num_mixing_layers, text_config
+from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
 
 
 @functools.partial(untraced, reason=COMPILE_THE_MODEL)
@@ -66,6 +66,7 @@ def shared_prompt_values(
         check_attention(classifier.config)
         check_first_use(classifier, batch.input_ids.device, model=model, self_check=self_check)
         check_vocabulary(classifier, batch)
+        check_length(classifier, batch.layout.max_sequence)
         wanted = _pooled_rows(classifier, batch) if rows is None else checked_rows(rows, batch)
 
         def answer(_stock: Callable[..., Any], *args: Any, **inputs: Any) -> Tensor:
