@@ -109,6 +109,8 @@ def test_positions_without_the_dimension_of_rows(hooked):
     model, own = tiny_model("llama", num_key_value_heads=4), FOUR_ROWS.position_ids
     if hooked:
         dualkv.install_layout_hook(model)
+    elif VERSION < (5, 0):
+        pytest.skip("RoPE of older versions raises an error of its own")
     for positions in (own, own[:, None], own.expand(2, -1)) if hooked else (own,):
         with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
             call(model, FOUR_ROWS, position_ids=positions)
