@@ -80,7 +80,7 @@ class Step:
 
     @property
     def bytes(self) -> int:
-        """Of the forest's keys and values."""
+        """Bytes of the forest's keys and values."""
         shared = {page for pages, _ in self.trunks for page in pages}
         rows = len(shared) * self.page_size
         rows += sum(keys - sum(page in shared for page in table) * self.page_size
@@ -222,7 +222,7 @@ def flashinfer(step: Step) -> Iterator[tuple[str, Run]]:
 
 
 def microseconds(run: Run, launches: int = 10) -> float:
-    """Of a launch, after a warm-up under load."""
+    """Time of a launch, after a warm-up under load."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(launches):

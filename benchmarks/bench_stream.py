@@ -150,7 +150,7 @@ class StreamRun:
         self.samples: dict[str, list[Tensor]] = {}  # of the first implementation
 
     def run(self) -> None:
-        """Of the time that is left, an implementation has as much as each that comes behind it."""
+        """An implementation has as much of the time that is left as each that comes behind it."""
         for index, impl in enumerate(self.chosen):
             begin = time.monotonic()
             deadline = begin + (self.config.deadline - begin) / (len(self.chosen) - index)

@@ -50,7 +50,7 @@ class VisionModel(FamilyModel):
 
     @property
     def patch_values(self) -> int:
-        """Of two frames in three colours."""
+        """Values of a patch: two frames in three colours."""
         return 3 * 2 * int(self.vision["patch_size"]) ** 2
 
 
@@ -91,7 +91,7 @@ FAMILIES = {
         largest_difference=0.5,
     ),
 }  # fmt: skip
-# Of whose layers rows leave that nobody reads: those that have the keys of earlier ones, or the last one.
+# Layers before which rows leave that nobody reads: those that have the keys of earlier ones, or the last one.
 UNREAD = {
     "llama3.2-1b": FamilyModel(
         16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, qk_norm=False, vocab=128256, tied=True,

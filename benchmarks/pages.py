@@ -75,7 +75,7 @@ def markdown(table: pd.DataFrame, left: int | None = None) -> str:
 
 
 class Section(NamedTuple):
-    """Of a result file: its title, its table in Markdown, and what stands around the link and the commit below."""
+    """Title of a result file, its table in Markdown, and what stands around the link and the commit below."""
 
     title: str
     table: str

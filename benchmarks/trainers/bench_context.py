@@ -126,14 +126,14 @@ def shared_step(model: Any, shape: Shape, mode: str, device: torch.device) -> tu
 
 
 def useful_flops(model: Any, shape: Shape) -> float:
-    """Of a step: six a weight and token, and attention; what checkpointing computes again is not counted."""
+    """Operations of a step: six a weight and token, and attention; not what checkpointing computes again."""
     of_layers = sum(one.numel() for one in model.model.layers.parameters())
     linear = 6 * (of_layers * shape.packed_tokens + model.lm_head.weight.numel() * sum(shape.responses))
     return linear + shape.model.layers * (shape.flops("forward") + shape.flops("backward"))
 
 
 def largest(value: float, device: torch.device) -> float:
-    """Of all ranks."""
+    """The largest value of all ranks."""
     found = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()

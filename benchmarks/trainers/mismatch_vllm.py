@@ -114,7 +114,7 @@ def training_operators() -> Iterator[None]:
 
 @torch.no_grad()
 def stock_logps(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
-    """Of N responses of one length to each prompt, each in a row with its prompt: (responses, length)."""
+    """Log-probabilities of N responses of one length to each prompt, each in a row with it: (responses, length)."""
     model.set_attn_implementation("sdpa")
     found = []
     for number, prompt in enumerate(prompts):

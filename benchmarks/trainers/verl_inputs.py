@@ -230,7 +230,7 @@ class Found:
 
     @property
     def log_probs(self) -> Tensor:
-        """Of all response tokens, before the updates."""
+        """Log-probabilities of all response tokens, before the updates."""
         return torch.cat(self.values[0]["log_probs"])
 
 

@@ -317,7 +317,7 @@ def test_a_hook_that_reads_no_late_rows() -> None:
 
 
 def test_models_without_late_layers() -> None:
-    """Of whose last layer nothing is known: experts, for one. Then nothing is asked of the batch."""
+    """Models of whose last layer nothing is known, with experts for one: nothing is asked of the batch."""
     models = [tiny_model("qwen3_moe")]
     if "gemma4_text" in transformers.CONFIG_MAPPING:
         models.append(tiny_model("gemma4_text", num_kv_shared_layers=0))

@@ -88,7 +88,7 @@ def test_positions_given_by_position(guarded):
 
 @pytest.mark.parametrize("shape", [(-1,), (1, -1)])
 def test_positions_of_ones_own_for_text(shape):
-    """Of one dimension, or in the form of several: of both the guards know."""
+    """One dimension, or the form of several: the guards know both."""
     model = tiny_model("llama")
     whole = [torch.arange(len(one) + len(other)) for one, other in zip(MIXED.prompts, MIXED.responses)]
     batch = MIXED.pack(row_values={"position_ids": [one.view(shape) for one in whole]})
@@ -163,7 +163,7 @@ def test_positions_of_a_batch_without_its_layout(view, hooked):
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("padding", [None, 0, 3])
 def test_a_mask_that_transformers_makes_stands_for_no_layout(attention, use_cache, padding, restored_registry):
-    """Of positions it makes one of T x T elements, without a cache, and of a mask of padding: none of sharing."""
+    """It is made of positions, without a cache, or of padding, T x T, and knows nothing of sharing."""
     dualkv.wrap("sdpa")
     model = tiny_model("qwen3", attention=attention)
     mask = None if padding is None else (torch.arange(BATCH.layout.num_tokens) >= padding)[None].long()

@@ -49,7 +49,7 @@ _PACKAGE = "transformers.generation.continuous_batching"
 # Where nobody says how many: transformers decides by the memory left, when requests are queued.
 _TOKENS_A_STEP = 8192
 _ON_GPU = "dualkv_on_gpu"  # of a configuration: whether its model decodes on this package, and on a GPU
-# Of the last `register_decode`.
+# What the last `register_decode` asked for.
 _boundary: Boundary = "replicate"
 _exact = "trainer"
 # What continuous batching hands to every layer.

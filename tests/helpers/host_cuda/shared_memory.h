@@ -76,7 +76,7 @@ inline void write_behind_fences(uint32_t address, const uint8_t* source) {
   is_fenced && source ? std::memcpy(to, source, kChunk) : std::memset(to, is_fenced ? 0 : 0xff, kChunk);
 }
 
-// Of an address in tiles of 128-byte rows whose 16-byte chunks are permuted.
+// The place of an address in tiles of 128-byte rows whose 16-byte chunks are permuted.
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 // mbarrier: phases end when all arrivals and all announced bytes have come.
