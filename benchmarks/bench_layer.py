@@ -28,8 +28,8 @@ from torch.nn.functional import linear, rms_norm, silu
 from flash_attn_dualkv.predict import ModelShape
 
 ROPE_BASE, EPS, WEIGHT_STD = 1e6, 1e-6, 0.02
-# The mean weight of norms of query and key heads. At 1 the scores of random tokens are nearly equal and attention is
-# close to an average of all values, in which an error would be lost.
+# The mean weight of norms of query and key heads. At 1 the scores of random tokens are nearly equal
+# and attention is close to an average of all values, in which an error would be lost.
 HEAD_NORM = 1.6
 
 

@@ -99,8 +99,8 @@ def pack_of_ours(shape: Shape, device: torch.device) -> tuple[Tensor, Pack]:
     from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
 
     nodes = [one.to(device) for one in node_rows(shape)]  # a token's id is its packed row
-    # As a sampler gives them, a prompt and a response a sample. "gather" keeps a prompt whole, so that the tokens are
-    # those of every other implementation.
+    # As a sampler gives them, a prompt and a response a sample. "gather" keeps a prompt whole, so
+    # that the tokens are those of every other implementation.
     samples = [nodes[shape.nodes[leaf][1]] for leaf in shape.leaves], [nodes[leaf] for leaf in shape.leaves]
     packed = partial(pack_shared_prompts, *samples, boundary="gather")
 
@@ -161,7 +161,8 @@ class StreamRun:
                 if not failure and time.monotonic() > deadline:
                     failure = {"skipped": LEFT_OUT}
                 try:
-                    # Lengths are all different: more compilations than PyTorch's limits for one function.
+                    # Lengths are all different: more compilations than PyTorch's limits for one
+                    # function.
                     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
                         row |= failure or self.visit(impl, shape)
                 except Exception as error:

@@ -26,7 +26,8 @@ import torch
 from command import RESULTS, gpu_folder
 from peers import own_kernels
 
-# Long and short prompts and responses, many groups, plain causal, d = 64 with sinks, windows, trees.
+# Long and short prompts and responses, many groups, plain causal, d = 64 with sinks, windows,
+# trees.
 SHAPES = (
     "28x16Kx2K", "16x8Kx131-2048", "32x8Kx32-256", "4-groups-of-8x200x4K-16K", "16-groups-of-8x128x64-512",
     "causal-8x4K", "causal-8x8K-H64-Hk8-d64-sinks", "causal-8x8K-H32-Hk16-w1K", "tree-branched", "tree-comb",

@@ -29,8 +29,8 @@ SAMPLED_ROWS = 2048
 SLOW_MS = 1000.0  # a pass this long needs no warm-up: what is loaded once, and the card's rest, are small beside it
 COMPILATION_S = 25.0  # that the first call of an implementation may take
 LEFT_OUT = "left out: budget"
-# Relative Frobenius differences above these mean that two implementations computed different things.
-# Gradients of replicated rows are rounded to 16 bits before they are summed.
+# Relative Frobenius differences above these mean that two implementations computed different
+# things. Gradients of replicated rows are rounded to 16 bits before they are summed.
 LARGEST_DIFFERENCE, LARGEST_GRADIENT_DIFFERENCE = 0.02, 0.05
 
 Row = dict[str, Any]

@@ -61,7 +61,8 @@ FAMILIES = {
         options=dict(
             num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072
         ),
-        # sdpa has no sinks, and eager attention keeps every score; transformers names FlashAttention-4 for this model.
+        # sdpa has no sinks, and eager attention keeps every score; transformers names
+        # FlashAttention-4 for this model.
         stock=("flash_attention_4",),
         sequences=2,
         largest_difference=0.5,
@@ -91,7 +92,8 @@ FAMILIES = {
         largest_difference=0.5,
     ),
 }  # fmt: skip
-# Layers before which rows leave that nobody reads: those that have the keys of earlier ones, or the last one.
+# Layers before which rows leave that nobody reads: those that have the keys of earlier ones, or
+# the last one.
 UNREAD = {
     "llama3.2-1b": FamilyModel(
         16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, qk_norm=False, vocab=128256, tied=True,

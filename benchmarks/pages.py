@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-# Okabe and Ito's, which colour-blind readers can tell apart, by the begin of an implementation's name.
+# Okabe and Ito's, which colour-blind readers can tell apart, by the begin of an implementation's
+# name.
 COLORS = {
     "cudnn_flex": "#D55E00", "flex_fa4": "#0072B2", "flex_packed": "#009E73", "fa4": "#CC79A7", "fa2": "#E69F00",
     "stock": "#56B4E9", "": "grey",

@@ -22,7 +22,8 @@ from flash_attn_dualkv.predict import DIRECTIONS
 
 VarlenKernel = Callable[..., Tensor]  # q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
 Load = Callable[[], VarlenKernel]  # where it is needed: its package may not be there
-# By the word that names of implementations have: the module that is imported, and what is installed for it.
+# By the word that names of implementations have: the module that is imported, and what is installed
+# for it.
 PACKAGES = {
     "cudnn_flex": ("cudnn.flex_attention", "nvidia-cudnn-frontend"),
     "fa4": ("flash_attn.cute", "flash-attn-4"),
@@ -218,7 +219,8 @@ def torch_varlen() -> VarlenKernel:
     """PyTorch's own FlashAttention-2 kernels."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Newer versions want to be told about grouped heads, older ones do not know the argument, or no window.
+    # Newer versions want to be told about grouped heads, older ones do not know the argument, or no
+    # window.
     parameters = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
     options |= {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}

@@ -210,8 +210,9 @@ def rollouts(
     return tuple(nodes)
 
 
-# Seeds are those that come nearest to trees for which rates of more implementations are known: agentic, of 247 nodes,
-# 148 leaves and 273,553 tokens for 1,771,242; agentic_wide, of 22, 13 and 19,062 for 53,149.
+# Seeds are those that come nearest to trees for which rates of more implementations are known:
+# agentic, of 247 nodes, 148 leaves and 273,553 tokens for 1,771,242; agentic_wide, of 22, 13 and
+# 19,062 for 53,149.
 TREES = {
     "balanced_d4": partial(rollouts, 0, (1024, 1024), 4, (512, 512), 1.0, 2),
     "branched": partial(spine, 512, 6, 400, (2900, 2500), range(1, 5)),

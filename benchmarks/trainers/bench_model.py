@@ -212,7 +212,8 @@ def padded_batches(shape: Shape, device: torch.device) -> list[tuple[list[int], 
 class StepRun(LayerRun):
     """All measurements of one model's step over one micro-batch. All implementations share one model."""
 
-    # Roundings to bf16 over 36 layers: shared and replicated prompts differ by 6 to 8% of the spread on an H200.
+    # Roundings to bf16 over 36 layers: shared and replicated prompts differ by 6 to 8% of the
+    # spread on an H200.
     largest_difference = 0.1
     is_centred = True  # the common part, the logarithm of the vocabulary's size, would hide what attention adds
 

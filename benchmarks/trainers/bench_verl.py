@@ -118,8 +118,8 @@ PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
 }
 # Presets whose log-probabilities are compared with those of verl in fp32.
 ACCURACY = ("accuracy", "turns-accuracy")
-# Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker, whose weights stay
-# as they are, runs all micro-batches.
+# Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker,
+# whose weights stay as they are, runs all micro-batches.
 LARGE = ("paper-8b", "moe", "moe-x4", "turns")
 
 

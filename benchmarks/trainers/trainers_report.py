@@ -218,7 +218,8 @@ def runs_of_trl(folder: Path) -> str:
         asked, image = ended[-1]["arguments"], path.with_suffix(".png")
         rewards = pd.DataFrame({LABELS[row["who"]]: pd.Series(row["rewards"]) for row in ended})
         phases = {LABELS[row["who"]]: pd.DataFrame(row["phases"]) for row in ended}
-        # The first step has what is done once. It counts where there are many, or a run has no other.
+        # The first step has what is done once. It counts where there are many, or a run has no
+        # other.
         fewest = min(map(len, phases.values()))
         phases = {name: one[1 if 1 < fewest < WINDOW else 0 :] for name, one in phases.items()}
         seconds = pd.DataFrame({name: one.assign(step=one.sum(axis=1)).median() for name, one in phases.items()})

@@ -238,7 +238,8 @@ def test_builds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
     lines = [line.replace("*", "").split() for line in capfd.readouterr().out.splitlines()[-2:]]
     assert [line[0] for line in lines] == names and all(len(line) == 13 for line in lines)
     for line in lines:
-        # Columns are old ms, new ms and ratio of each mode, rounded to 0.001: much of a time of 0.05 ms.
+        # Columns are old ms, new ms and ratio of each mode, rounded to 0.001: much of a time of
+        # 0.05 ms.
         before, after, ratio = map(float, line[1:4])
         rounding = 6e-4 * (1 / before + 1 / after)
         assert ratio == pytest.approx(after / before, rel=rounding, abs=6e-4)

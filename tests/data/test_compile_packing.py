@@ -26,7 +26,8 @@ LENS = torch.tensor([3, 3, 2])
 TREE = api.group_by_prefix([*IDS], min_shared=1)
 JAGGED = torch.nested.nested_tensor([*IDS], layout=torch.jagged)
 
-# Everything public that reads tokens or lengths, called as trainers do; each returns what can be compared.
+# Everything public that reads tokens or lengths, called as trainers do; each returns what can be
+# compared.
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "pack_padded, lengths": lambda ids: api.pack_padded(ids, MASK, LENS),
     "pack_padded, columns": lambda ids: api.pack_padded(ids, MASK, 3, boundary="gather"),

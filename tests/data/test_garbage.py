@@ -232,8 +232,8 @@ def test_one_argument_is_garbage(name: str, parameter: str, restored_registry: N
         check(function, {**valid, parameter: junk})
 
 
-# Pieces of garbage, alone or in lists that may themselves lie in lists. One strategy, because every new one is slow: it
-# describes itself with all pieces.
+# Pieces of garbage, alone or in lists that may themselves lie in lists. One strategy, because every
+# new one is slow: it describes itself with all pieces.
 GARBAGE = st.recursive(st.sampled_from(JUNK), lambda inner: st.lists(inner, max_size=3), max_leaves=5)
 
 
@@ -249,7 +249,8 @@ def test_several_arguments_are_garbage(name: str, data: st.DataObject, restored_
 def test_every_public_function_is_here() -> None:
     functions = {name for name in api.__all__ if inspect.isfunction(getattr(api, name))}
     functions |= {name for name in dualkv.__all__ if inspect.isfunction(getattr(dualkv, name))}
-    # tests/transformers/test_refused.py and test_decode.py, tests/kernels/test_plan.py, tests/decode/test_arguments.py
+    # tests/transformers/test_refused.py and test_decode.py, tests/kernels/test_plan.py,
+    # tests/decode/test_arguments.py
     elsewhere = {"expect_shared_prompt", "explain_plan", "append_kv", "flash_attn_with_kvcache", "shared_prefix_decode"}
     elsewhere |= {"register_decode", "unregister_decode"}
     assert functions - elsewhere - {"build_info"} <= set(CALLS)

@@ -29,7 +29,8 @@ from flash_attn_dualkv import (
     unpack_to_jagged,
 )
 
-# One prompt at a distance, a strict prefix of another, a single token, an empty response; 0 is a token like others.
+# One prompt at a distance, a strict prefix of another, a single token, an empty response; 0 is a
+# token like others.
 PROMPTS = [[5, 0, 7], [5, 0], [5, 0, 7], [3], [5, 0, 7, 0], [3]]
 RESPONSES = [[1, 2], [3], [], [4, 5, 6], [0, 0], [9]]
 

@@ -67,7 +67,8 @@ def test_a_part_has_the_nodes_of_the_whole(
     assert [of_whole[i] for i in chosen] == of_part
     rows = rows_of(whole)
     united = len({row for i in chosen for row in rows[i]})
-    # A beginning of several sequences lies in the rows of one of them, which another choice may change.
+    # A beginning of several sequences lies in the rows of one of them, which another choice may
+    # change.
     is_beginning = any(one != other and one == other[: len(one)] for one in taken for other in taken)
     assert part.layout.num_tokens <= united if is_beginning else part.layout.num_tokens == united
 

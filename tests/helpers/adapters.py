@@ -64,7 +64,8 @@ PLAIN_KINDS = (
     "Cartridge", "DeLoRA", "GLoRA", "HiRA", "Lily", "LoHa", "LoKr", "MiSS", "PEANuT", "Prefix tuning",
     "Prompt tuning", "PSOFT", "PVeRA", "RandLoRA", "SHiRA", "SuperTuning", "TinyLoRA", "UniLoRA", "VeRA",
 )  # fmt: skip
-# By those names, too. Kinds of PEFT that are not here are tried with the options that most of them have.
+# By those names, too. Kinds of PEFT that are not here are tried with the options that most of them
+# have.
 KINDS: dict[str, Kind] = {
     **{name: Kind(name.upper().replace(" ", "_")) for name in PLAIN_KINDS},
     "LoRA": Kind("LORA"),

@@ -225,7 +225,8 @@ class Walks:
     lists: Lists
     heads: int  # of a KV head
     split_tiles: int = 0
-    # Who reads a tile, a request for its own or -1 - that of a branch: by the tile's end and the pages up to it.
+    # Who reads a tile, a request for its own or -1 - that of a branch: by the tile's end and the
+    # pages up to it.
     readers: defaultdict[tuple[int, tuple[int, ...]], set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def check(self, items: list[Item]) -> None:

@@ -76,7 +76,8 @@ HYBRIDS = [name for name in OPTIONS if name in transformers.CONFIG_MAPPING and F
 # Of each kind of layer one.
 KINDS = [name for name in ("qwen3_5_text", "kimi_linear", "bamba", "lfm2") if name in HYBRIDS] or ["qwen3_next"]
 
-# Prompts and responses on both sides of a chunk of 64 and of a convolution's inputs, in mixed order.
+# Prompts and responses on both sides of a chunk of 64 and of a convolution's inputs, in mixed
+# order.
 RAGGED = Samples.random([(70, [5, 66, 0]), (9, [64, 1, 3, 0]), (2, [1, 7]), (1, [4, 65])]).take(
     [0, 3, 1, 5, 2, 4, 6, 9, 8, 7, 10]
 )

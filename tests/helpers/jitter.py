@@ -19,7 +19,8 @@ from pathlib import Path
 
 from mutants import Tree
 
-# By the name of a case: the file of its tests, what their names begin with, and the head dims it is about if not all.
+# By the name of a case: the file of its tests, what their names begin with, and the head dims it is
+# about if not all.
 CASES: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "sequences": ("tests/kernels/test_properties.py", "test_results_repeat_bit_for_bit", None),
     "trees": ("tests/kernels/test_tree.py", "test_results_repeat_bit_for_bit", None),

@@ -10,7 +10,8 @@ import pytest
 from groups import Batch, Group, Results, build_groups, run
 from launches import CONFIGURATIONS, kernels_ran, poison_free_memory
 
-# Lengths on both sides of tile borders, a prompt, queries without keys, an empty sequence, a context without owners.
+# Lengths on both sides of tile borders, a prompt, queries without keys, an empty sequence, a
+# context without owners.
 MIXED = (
     Group(150, ((150, 0), (70, 70), (1, 1), (0, 0), (129, 129), (33, 65))),
     Group(0, ((40, 40), (9, 4))),

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flash_attn_dualkv.checks import PORTABLE_HEAD_DIM
 
-# Where the kernel tests run. "cuda": on the GPU. "host": the same kernels compiled for the host (host_kernels.py), with
-# fewer heads and rows.
+# Where the kernel tests run. "cuda": on the GPU. "host": the same kernels compiled for the host
+# (host_kernels.py), with fewer heads and rows.
 DEVICE = {"cuda": "cuda", "host": "cpu"}[os.environ.get("DUALKV_TEST_DEVICE", "cuda")]
 GPU_MARKS = [pytest.mark.gpu] if DEVICE == "cuda" else []
 if DEVICE == "cpu":

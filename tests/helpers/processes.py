@@ -16,7 +16,8 @@ from unittest.mock import patch
 
 import torch
 
-# Imported once, by the process from which all ranks on the CPU are forked: it takes longer than what most of them do.
+# Imported once, by the process from which all ranks on the CPU are forked: it takes longer than
+# what most of them do.
 _PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.modeling_utils",

@@ -132,7 +132,8 @@ def whole_gradients(wrapped: Any, model: Any) -> dict[str, torch.Tensor]:
         found = gradients(model)
         return {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in found.items()}
 
-    # What a step of length 1 makes of zeros: FSDP1 does not unshard the gradients of flat parameters.
+    # What a step of length 1 makes of zeros: FSDP1 does not unshard the gradients of flat
+    # parameters.
     with torch.no_grad():
         for one in wrapped.parameters():
             one.zero_()

@@ -19,7 +19,8 @@ from flash_attn_dualkv.nodes import Node, tree_nodes
 
 Lists = list[list[int]]
 BOUNDARIES = ("gather", "replicate")
-# A turn that ends in three ways; a repetition, beginnings of others, other trees; 256 has a first byte of 0.
+# A turn that ends in three ways; a repetition, beginnings of others, other trees; 256 has a first
+# byte of 0.
 SEQUENCES = [
     [5, 0, 7, 1, 2],
     [5, 0, 7, 1, 3, 3],

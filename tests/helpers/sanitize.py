@@ -40,8 +40,9 @@ TOOL_SECONDS = 1800
 
 synchronize: Callable[[], None] = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
 
-# racecheck knows neither that __syncwarp orders the accesses of a warp before the arrival of its first lane, nor what
-# bar.arrive orders: it reports hazards between accesses that these separate. For it every lane arrives, all warps wait.
+# racecheck knows neither that __syncwarp orders the accesses of a warp before the arrival of its
+# first lane, nor what bar.arrive orders: it reports hazards between accesses that these separate.
+# For it every lane arrives, all warps wait.
 FOLLOWED = read_mutants("""
 # csrc/sm90/tile.h: a stage is empty when all lanes say so
 - ptx::mbarrier_init(empty(), consumer_warps);
@@ -170,7 +171,8 @@ def run_hostile_tables(head_dim: int) -> None:
     synchronize()
 
 
-# A path of short nodes, whose last keys share tiles; a node of no keys, leaves at several depths, another root.
+# A path of short nodes, whose last keys share tiles; a node of no keys, leaves at several depths,
+# another root.
 TREE = [48, 21, 70, 0, 33, 128, 9, 65], [-1, 0, 0, 2, 3, 4, 2, -1]
 
 
@@ -323,7 +325,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if verdict == "clean" else 1
     for part in options.parts:
         run_part(part, head_dims or HEAD_DIMS)
-    # Autograd's worker thread may still be letting go of the last graph, and dies if the interpreter goes first.
+    # Autograd's worker thread may still be letting go of the last graph, and dies if the
+    # interpreter goes first.
     time.sleep(0.5)
     return 0
 

@@ -25,7 +25,8 @@ from flash_attn_dualkv import SharedPromptError
 
 CAUSAL_LMS = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-# Sizes and switches by the names that configurations have for them; those that a model does not know are ignored.
+# Sizes and switches by the names that configurations have for them; those that a model does not
+# know are ignored.
 OPTIONS = dict(
     **COMMON,
     d_model=32, n_embd=32, n_head=4, n_layer=2, n_positions=2048, ffn_dim=48, decoder_layers=2, encoder_layers=2,
@@ -81,7 +82,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": dict(num_experts_per_tok=1),
 }  # fmt: skip
 SAMPLES = Samples.random([(40, [12, 3]), (9, [5, 9, 0]), (2, [7])]).take([0, 2, 1, 5, 3, 4])
-# In float64 what is left is rounding. Some models compute parts in float32 whatever their type, in 4.57 experts.
+# In float64 what is left is rounding. Some models compute parts in float32 whatever their type, in
+# 4.57 experts.
 TOLERANCES = {torch.float64: Tolerance(1e-9, 1e-8), torch.float32: Tolerance(2e-5, 1e-3)}
 
 

@@ -65,7 +65,8 @@ FAMILIES = {
     "gemma3_text": Family(
         dict(head_dim=16, sliding_window=_WINDOW, query_pre_attn_scalar=16, layer_types=_MIXED)
     ),
-    # The last two layers have the keys and values of the two before them, full attention has other head dims.
+    # The last two layers have the keys and values of the two before them, full attention has other
+    # head dims.
     "gemma4_text": Family(
         dict(
             num_hidden_layers=4, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, layer_types=_MIXED * 2,
@@ -165,7 +166,8 @@ class Samples:
         return [values[begin:end] for begin, end in pairwise(begins)]
 
 
-# Three groups in mixed order: a long prompt, one of two tokens, one of one token; responses of 0 and 1 tokens too.
+# Three groups in mixed order: a long prompt, one of two tokens, one of one token; responses of 0
+# and 1 tokens too.
 MIXED = Samples.random([(9, [5, 9, 0]), (2, [1, 7]), (1, [4])]).take([0, 3, 1, 5, 2, 4])
 
 
@@ -220,8 +222,8 @@ def _score(logits: Tensor, response: list[int]) -> tuple[Tensor, Tensor]:
     return all_logps.gather(-1, targets[:, None])[:, 0], -(all_logps.exp() * all_logps).sum(-1)
 
 
-# So that every expert gets all tokens: a product over other rows may be rounded otherwise, and in transformers 4.57 an
-# expert that no token reaches has no gradient.
+# So that every expert gets all tokens: a product over other rows may be rounded otherwise, and in
+# transformers 4.57 an expert that no token reaches has no gradient.
 EVERY_EXPERT = {
     "qwen3_moe": dict(num_experts_per_tok=4),
     "gpt_oss": dict(num_experts_per_tok=4),

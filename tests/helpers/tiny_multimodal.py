@@ -64,7 +64,8 @@ OWN_PARTS: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
 }
 
-# Placeholders of the families of Qwen, whose own are beyond a tiny vocabulary, and grids of 2 x 2 patches a token.
+# Placeholders of the families of Qwen, whose own are beyond a tiny vocabulary, and grids of 2 x 2
+# patches a token.
 IMAGE, VIDEO = 90, 91
 _TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=92, vision_end_token_id=93)
 QWEN = tuple(

@@ -127,7 +127,8 @@ def train(made: Any) -> Run:
 def check_runs(got: Run, expected: Run) -> None:
     """Rollouts, rewards, losses and norms of every step, and what training has made of the parameters."""
     for ours, stock in zip(got.logs, expected.logs):
-        # Times; and which of two rewards of DPO is larger before the first step has made them differ.
+        # Times; and which of two rewards of DPO is larger before the first step has made them
+        # differ.
         for name in stock.keys() - {"step_time", "epoch", "rewards/accuracies"}:
             wanted = stock[name]
             assert ours[name] == (wanted if wanted is None else pytest.approx(wanted, rel=2e-5, abs=2e-6)), name

@@ -19,8 +19,8 @@ from flash_attn_dualkv import reference as specification
 
 PAD = 37
 
-# Borders of tiles on all sides, combs, bushes with gradients that sum over all leaves, forests with empty nodes. What
-# "turns" leave over in tiles of 80 keys fills others to the last row.
+# Borders of tiles on all sides, combs, bushes with gradients that sum over all leaves, forests with
+# empty nodes. What "turns" leave over in tiles of 80 keys fills others to the last row.
 TREES: dict[str, Tree] = {
     "deep": ([length * 37 for length in DEEP[0]], DEEP[1]),
     "borders": ([128, 64, 0, 63, 1, 129, 256, 127, 65], [-1, 0, 1, 2, 1, 0, -1, 6, 7]),

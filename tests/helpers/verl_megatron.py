@@ -78,7 +78,8 @@ _layer = "model.layers.{layer_number}."
 qwen2.Qwen2Bridge._OTHER_MAPPING = {"input_layernorm.weight": [f"{_layer}input_layernorm.weight"]}
 qwen2.Qwen2Bridge._MLP_MAPPING["pre_mlp_layernorm.weight"] = [f"{_layer}post_attention_layernorm.weight"]
 
-# Experts: of Transformer Engine they are one module, whose weights are numbered; local ones are modules.
+# Experts: of Transformer Engine they are one module, whose weights are numbered; local ones are
+# modules.
 _stock_names = qwen2moe.Qwen2MoEBridge._weight_name_mapping_mlp
 
 

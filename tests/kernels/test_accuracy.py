@@ -25,7 +25,8 @@ from torch import Tensor
 
 pytestmark = GPU_MARKS
 
-# The shapes of the main job, beside the covering array's: a long prompt, many responses and heads at once.
+# The shapes of the main job, beside the covering array's: a long prompt, many responses and heads
+# at once.
 LARGE_CASES = (
     Case(4096, 1000, 64, 128, (32, 8), query="prompt", ragged=True),
     Case(4096, 1000, 16, 64, (40, 8), dtype="float16", query="prompt", ragged=True, groups="several", layout="packed"),

@@ -17,7 +17,8 @@ from flash_attn_dualkv.packed_attention import packed_options
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 
-# Prompts with responses; a path whose tails share tiles on Hopper; nodes without own queries amid a path.
+# Prompts with responses; a path whose tails share tiles on Hopper; nodes without own queries amid a
+# path.
 ROWS = {
     "prompts": ([850, 300, 400, 90], [-1, 0, 0, -1]),
     "path": ([*[130] * 5, 2 * ROW_TILE + 100], [-1, 0, 1, 2, 3, 4]),

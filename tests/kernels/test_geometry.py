@@ -281,7 +281,8 @@ def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
         backward = record(shim.record_backward, problem, seen, int(rng.choice([1, 7, UNSPLIT])))
         for name in ("out_of_range", "wrong_unmasked", "endless", "bad_parts"):
             assert getattr(forward, name) == getattr(gathering, name) == getattr(backward, name) == 0, name
-        # The steps of a part are counted forward, and only honest numbers have the same ranges in both directions.
+        # The steps of a part are counted forward, and only honest numbers have the same ranges in
+        # both directions.
         assert backward.short_parts == 0 or problem.reversed
 
 

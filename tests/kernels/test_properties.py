@@ -133,7 +133,8 @@ def test_a_maximum_that_moves_with_every_tile(options: Options, rise: float) -> 
     batch = batch.replace(softmax_scale=math.log(2))
     with kernels_ran("forward"):
         results = run(batch, backward=False)
-    # Of the forward alone: dQ would be a difference of such keys, and as good as the rounding of dS.
+    # Of the forward alone: dQ would be a difference of such keys, and as good as the rounding of
+    # dS.
     expected, plain = oracle.reference(batch, None), oracle.plain(batch, None)
     problems = oracle.lse_violations(results.lse, expected.lse)
     assert not problems + oracle.violations("out", results.out, plain.out, expected.out, batch.q.dtype)
@@ -194,7 +195,8 @@ def test_profiler_sees_our_kernels_and_no_copies(options: Options) -> None:
         with profiled() as names:
             run(batch, deterministic=deterministic)
         seen = {one for one in DIRECTIONS if any(kernel_pattern(one).search(name) for name in names)}
-        # On Hopper dQ of wide heads is always computed by a kernel of its own, and that of others never.
+        # On Hopper dQ of wide heads is always computed by a kernel of its own, and that of others
+        # never.
         family = os.environ.get(CHOICE, kernel_families(options["head_dim"])[-1])
         separate_dq = options["head_dim"] > 128 if family == "sm90" else deterministic
         assert seen == {"forward", "backward"} | ({"backward_dq"} if separate_dq else set()), names

@@ -131,8 +131,9 @@ def test_equals_each_sequence_alone(name: str) -> None:
     if setup.kind == "tied":  # the last stage has a copy
         assert torch.equal(got.pop("output_layer.weight"), got["embedding.word_embeddings.weight"])
     if "latent" in setup.kind and setup.tensor > 1:
-        # Megatron's local layers lose a part of the gradient of MLA's RoPE under tensor parallelism, and add another
-        # twice: what it computes of each sequence alone on the same ranks is compared.
+        # Megatron's local layers lose a part of the gradient of MLA's RoPE under tensor
+        # parallelism, and add another twice: what it computes of each sequence alone on the same
+        # ranks is compared.
         stock = [found[rank, name, "stock"] for rank in range(RANKS)]
         expected_gradients = {name: one for rank in stock for name, one in rank["gradients"].items()}
     check_gradients(got, expected_gradients, 2e-5)

@@ -55,7 +55,8 @@ def test_counts_against_enumeration(prompt: int, responses: list[int]) -> None:
     products = [(TINY.hidden, queries), (TINY.hidden, keys), (TINY.hidden, keys), (queries, TINY.hidden)]
     products += [(TINY.hidden, TINY.intermediate)] * 2 + [(TINY.intermediate, TINY.hidden)]
     for packing in (found.shared, found.replicated):
-        # Q K^T and P V forward; S again, dP, dV, dK and dQ backward: seven products over visible pairs
+        # Q K^T and P V forward; S again, dP, dV, dK and dQ backward: seven products over visible
+        # pairs
         attention = 7 * 2 * TINY.head_dim * TINY.heads * packing.pairs
         linear = sum(2 * packing.tokens * rows * columns for rows, columns in products)
         assert packing.attention_tflop == pytest.approx(attention / 1e12)

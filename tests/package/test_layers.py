@@ -12,8 +12,8 @@ import pytest
 PACKAGE = "flash_attn_dualkv"
 FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 
-# From the bottom up; a name stands for a module, or for all modules of a folder. Those of one line may import each
-# other, without a circle.
+# From the bottom up; a name stands for a module, or for all modules of a folder. Those of one line
+# may import each other, without a circle.
 LAYERS = (
     ("_version", "errors"),
     ("checks", "predict", "_command"),
@@ -92,7 +92,8 @@ def test_imports_come_from_below(name: str) -> None:
 
 def test_no_circle() -> None:
     arrows = {name: set(imports(name, parsed(name))) - {name} for name in MODULES}
-    # A package's own file runs before its modules, and takes from them what it shows: that is no circle of theirs.
+    # A package's own file runs before its modules, and takes from them what it shows: that is no
+    # circle of theirs.
     arrows = {name: {one for one in found if not name.startswith(f"{one}.")} for name, found in arrows.items()}
     left = dict(arrows)
     while ready := [name for name, found in left.items() if not found & set(left)]:

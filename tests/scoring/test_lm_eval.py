@@ -76,7 +76,8 @@ def test_answers_are_those_of_hf(family: str) -> None:
         model = tiny_model(family, dtype=torch.float32)
     ours, stock = both(model, "sdpa" if family == "lfm2" else None, max_tokens=200)
     pairs = few_shot(6, 4)
-    # Requests of one token; equal ones; one that another begins with; without a context; with a space behind it.
+    # Requests of one token; equal ones; one that another begins with; without a context; with a
+    # space behind it.
     pairs += [(pairs[0][0], f" {token}") for token in (5, 6, 7)] + pairs[:2]
     pairs += [(pairs[3][0], pairs[3][1] + " 9 9"), ("", "5 6 7"), ("", "<bos> 6"), ("5 6 ", "7 8")]
     check_answers(ours.loglikelihood(instances(pairs), True), stock.loglikelihood(instances(pairs), True))
@@ -278,7 +279,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# The module as a command, without the harness's own tasks: to read their 14,000 files takes half a minute.
+# The module as a command, without the harness's own tasks: to read their 14,000 files takes half a
+# minute.
 COMMAND = """
 import runpy
 from lm_eval.tasks import TaskManager

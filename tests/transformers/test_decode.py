@@ -27,7 +27,8 @@ from flash_attn_dualkv.ops import attend, sequence_nodes
 pytestmark = pytest.mark.skipif(VERSION < (5, 17), reason="needs transformers 5.17 or newer")
 
 FULL = dict(layer_types=["full_attention"] * 2)
-# With sinks, with a softcap, and with windows, in some layers or all, for which transformers 5.17 has no block tables.
+# With sinks, with a softcap, and with windows, in some layers or all, for which transformers 5.17
+# has no block tables.
 MODELS = [
     ("llama", {}), ("qwen3", {}), ("gemma2", FULL), ("gpt_oss", FULL), ("gemma2", {}), ("gpt_oss", {}), ("mistral", {}),
 ]  # fmt: skip
@@ -118,8 +119,9 @@ def test_tokens(name, options, steps, request):
         assert steps["layers"] == [step for step in range(1, len(steps["tables"]) + 1) for _ in range(2 // kinds)]
 
 
-# Attention that is called twice a layer, keys of an earlier layer, keys of more heads than the configuration has, and a
-# window that the mask alone has: what becomes of them. All other models behind -m slow.
+# Attention that is called twice a layer, keys of an earlier layer, keys of more heads than the
+# configuration has, and a window that the mask alone has: what becomes of them. All other models
+# behind -m slow.
 UNUSUAL = {
     "diffllama": "expected one attention over its keys, to decode over pages, got two",
     "gemma3_text": None,

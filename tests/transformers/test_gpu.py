@@ -29,15 +29,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": dict(head_dim=64, sliding_window=100),
     "gemma2": dict(head_dim=128, sliding_window=100, query_pre_attn_scalar=128),
     "gemma3_text": dict(head_dim=128, sliding_window=64),
-    # Full attention has head dims of its own, and in half of the layers the keys and values of the other half.
+    # Full attention has head dims of its own, and in half of the layers the keys and values of the
+    # other half.
     "gemma4_text": dict(head_dim=128, global_head_dim=512, sliding_window=100),
     "deepseek_v3": dict(
         num_key_value_heads=8, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=2
     ),
 }
 DRAWS = 16  # losses
-# Of the 16-bit gradient with those of float32 and of the stock model, where a random model is no better conditioned:
-# on an H100 it has 0.991 with that of float32 and 0.976 with that of the stock model.
+# Of the 16-bit gradient with those of float32 and of the stock model, where a random model is no
+# better conditioned: on an H100 it has 0.991 with that of float32 and 0.976 with that of the stock
+# model.
 LEAST_COSINES = {"gemma4_text": 0.97}
 
 
@@ -45,8 +47,9 @@ def random_model(name: str) -> Any:
     """Of the family, in bf16."""
     model = tiny_model(name, dtype=torch.bfloat16, **_SHAPE, **MODELS[name])
     if name == "gemma4_text":
-        # Its scores are not divided by sqrt(d), which its trained norms make up for. With norms near 1 one key takes
-        # all, and 16-bit gradients of the stock model itself have little in common with those of float32.
+        # Its scores are not divided by sqrt(d), which its trained norms make up for. With norms
+        # near 1 one key takes all, and 16-bit gradients of the stock model itself have little in
+        # common with those of float32.
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("q_norm.weight"):

@@ -21,7 +21,8 @@ from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 
 BATCH = MIXED.pack()
 NAME = KINDS[0]
-# In older versions the functions of a model without hooks are not those that take layouts: the first layer says so.
+# In older versions the functions of a model without hooks are not those that take layouts: the
+# first layer says so.
 PLAIN = "a hybrid model's layout through shared_prompt_forward|a forward that calls .* of its model file"
 
 

@@ -49,7 +49,8 @@ SIZES = {
     # A quarter of the first layer's MLP is active.
     "gemma3n_text": dict(_SIZES, laurel_rank=8, activation_sparsity_pattern=[0.75, *[0.0] * (LAYERS - 1)]),
 }
-# Models whose last layer owns its keys: with windows, norms behind attention, MLPs beside it, fused projections.
+# Models whose last layer owns its keys: with windows, norms behind attention, MLPs beside it, fused
+# projections.
 _OWNERS: dict[str, dict[str, Any]] = {name: FAMILIES[name].options if name in FAMILIES else {} for name in OWNERS}
 # Two long prompts, one that is too short to leave; an answer without tokens, and rows of padding.
 SAMPLES = Samples.random([(90, [5, 9, 0]), (130, [70, 3]), (2, [8])]).take([0, 3, 1, 5, 2, 4])

@@ -100,7 +100,8 @@ def test_no_response_tokens():
     model = tiny_model("llama")
     logps, entropy = dualkv.shared_prompt_forward(model, Samples([[5, 6]] * 2, [[], []]).pack(), with_entropy=True)
     assert logps.shape == entropy.shape == (0,)
-    # A rank without tokens takes part in the backward all the same: wrappers that communicate wait for it.
+    # A rank without tokens takes part in the backward all the same: wrappers that communicate wait
+    # for it.
     logps.sum().backward()
     assert all((one.grad == 0).all() for one in model.model.layers.parameters())
 

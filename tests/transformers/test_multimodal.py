@@ -48,7 +48,8 @@ def implementations(model: Any) -> tuple[set[Any], set[Any]]:
     return found
 
 
-# Audio beside images; towers without sdpa, whose stock choice is eager; one of before transformers' interface.
+# Audio beside images; towers without sdpa, whose stock choice is eager; one of before transformers'
+# interface.
 OTHERS = ("qwen2_5_omni_thinker", "got_ocr2", "blip-2", "muse_spark", "deepseek_vl_hybrid")
 OF_TOWERS = [*USED, *(name for name in OTHERS if name in transformers.CONFIG_MAPPING and VERSION >= (5, 0))]
 

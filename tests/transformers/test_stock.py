@@ -90,7 +90,8 @@ def test_generate_with_continuous_batching(name, fallback, restored_registry):
 def test_padded_batches(name, fallback, restored_registry):
     """Logits and gradients of real tokens are bit-equal to those of the implementation that is fallen back to."""
     dualkv.register("fallback_of_a_test", fallback=fallback)
-    # float32: in float64 the stock eager attention makes NaN of rows that see nothing, which padding has.
+    # float32: in float64 the stock eager attention makes NaN of rows that see nothing, which
+    # padding has.
     model = tiny_model(name, attention="fallback_of_a_test", dtype=torch.float32)
     if fallback == "sdpa" and FAMILIES[name].stock == "eager":
         with pytest.raises(SharedPromptError, match="fallback: expected attention that sdpa offers"):

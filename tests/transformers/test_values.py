@@ -14,7 +14,8 @@ from flash_attn_dualkv import SharedPromptError, pack_prefix_tree
 
 PADDING = 0  # of the tiny configurations
 PROMPT = [*range(3, 30)]
-# Equal ones, a beginning of another, a branch in the middle, one that ends with padding and one of nothing else.
+# Equal ones, a beginning of another, a branch in the middle, one that ends with padding and one of
+# nothing else.
 ENDS = [[40, 41, 42], [40, 41, 42], [40], [50, PADDING, PADDING]]
 SEQUENCES = [*([*PROMPT, *end] for end in ENDS), [*PROMPT[:15], 9, 8, 7], [PADDING, PADDING], [5]]
 TOLERANCE = TOLERANCES[torch.float64]

@@ -16,8 +16,9 @@ from flash_attn_dualkv.integrations import lm_head
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-# The samples of each rank, step by step: other numbers of chunks of the head on each, and in each step. ZeRO-3 records
-# the modules that run in a step, compares the records of the ranks and prefetches by them in the step after.
+# The samples of each rank, step by step: other numbers of chunks of the head on each, and in each
+# step. ZeRO-3 records the modules that run in a step, compares the records of the ranks and
+# prefetches by them in the step after.
 _MORE, _LESS = MIXED.take([0, 1, 2, 3]), MIXED.take([4, 5])
 STEPS = [[_MORE, _LESS], [_LESS, _MORE], [_MORE, _LESS]]
 KINDS = [

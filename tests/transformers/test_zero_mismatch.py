@@ -68,7 +68,8 @@ def test_zero_mismatch(device, graphs, head_dim, kv_heads, rowwise, monkeypatch)
     with torch.no_grad():
         model.lm_head.weight.mul_(4)  # so that some tokens are likely
     generator = torch.Generator().manual_seed(3)
-    # Of whole pages, of less than one, of parts; the longest is prefilled in chunks, beside others' tokens.
+    # Of whole pages, of less than one, of parts; the longest is prefilled in chunks, beside others'
+    # tokens.
     lengths = (512, 9, 300, 77) if device == "cpu" else (1536, 9, 300, 77)
     drawn = [torch.randint(6, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
     prompts = [one for one in drawn for _ in range(RETURNS)]

@@ -51,7 +51,8 @@ def test_lora_equals_stock(tmp_path: Path) -> None:
     both(GRPO, StockInGroups, on_disk(tmp_path, "gemma3"), tmp_path, **options)
 
 
-# HunYuan normalizes queries after their rotation: positions that count padding, as TRL's do, are other positions.
+# HunYuan normalizes queries after their rotation: positions that count padding, as TRL's do, are
+# other positions.
 @pytest.mark.parametrize("model_type", [one if one in FAST else SLOW(one) for one in sorted(EXACT - {"hunyuan_vl"})])
 def test_one_forward(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every family whose text is exact in float64, here in the float32 of small gradients."""

@@ -216,7 +216,8 @@ def test_model_families(family: str, tmp_path: Path) -> None:
     """Windows, softcaps, scales of logits, sinks, experts, states; on eager attention where the stock model is."""
     attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     options = dict(router_aux_loss_coef=0.0) if family in ("gpt_oss", "qwen3_moe") else {}
-    # Its scores are not divided by anything, so that float32 rounds gradients by more than is allowed here.
+    # Its scores are not divided by anything, so that float32 rounds gradients by more than is
+    # allowed here.
     dtype = torch.float64 if family == "gemma4_text" else torch.float32
     make = hybrid_model if family in HYBRIDS else tiny_model
     stock, ours = (

@@ -96,8 +96,9 @@ EQUAL_RANKS = [
     case("virtual stages, fixed", *virtual(), micro=3, batch=UNEQUAL, **DEEP),
     case("virtual stages, recomputed, critic", *virtual("critic"), *RECOMPUTED, tokens=100, role="critic", **DEEP),
 ]
-# verl's own path has no context parallelism on local layers: its results are those of one rank. Losses by token: verl
-# divides a micro-batch's tokens by the ranks in whole numbers, so they are even here.
+# verl's own path has no context parallelism on local layers: its results are those of one rank.
+# Losses by token: verl divides a micro-batch's tokens by the ranks in whole numbers, so they are
+# even here.
 CONTEXT = [
     case("context", *divided("context"), sp=2),
     case("context, entropy, fixed", *divided("context"), f"{ACTOR}.entropy_coeff=0.1", sp=2, micro=4, batch=UNEQUAL),

@@ -42,7 +42,8 @@ EQUAL = [
     case("without checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing=False"),
     case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", updates=3),
     case("MoE", model=Model("qwen3_moe", experts=4, experts_per_token=2)),
-    # Padded: packed rows of verl mix the tokens of neighbours in such layers where flash-linear-attention is missing.
+    # Padded: packed rows of verl mix the tokens of neighbours in such layers where
+    # flash-linear-attention is missing.
     case(
         "linear attention",
         "actor_rollout_ref.model.use_remove_padding=False",
