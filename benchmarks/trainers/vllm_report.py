@@ -41,9 +41,9 @@ def rollouts_of_vllm(folder: Path) -> str:
     by_engine = everything.groupby([*SHAPE, "who"], sort=False)
     files = by_engine["file"].agg(lambda of_engine: ", ".join(of_engine.unique()))
     found = by_engine[FIGURES].median().assign(runs=by_engine.size(), files=files).reset_index()
-    labels = [*dict.fromkeys([*LABELS.values(), *OLD_LABELS.values()])]
+    all_labels = [*dict.fromkeys([*LABELS.values(), *OLD_LABELS.values()])]
     keys = [*SHAPE[:3], "prompt", "groups", "n", "new"]
-    found = found.assign(order=found["who"].map(labels.index)).sort_values([*keys, "order"], key=shortest_first)
+    found = found.assign(order=found["who"].map(all_labels.index)).sort_values([*keys, "order"], key=shortest_first)
     ratios = found[FIGURES] / found.groupby(SHAPE, sort=False)[FIGURES].transform("first")
     table = pd.DataFrame(
         {
