@@ -329,6 +329,21 @@ def test_models_without_late_layers() -> None:
         assert "late_layout" not in vars(batch)
 
 
+def test_an_attention_that_hands_over_no_keys() -> None:
+    """One that loses the argument would attend to the rows that are read, and to no other."""
+    model, batch = model_of("llama"), SAMPLES.pack()
+    attention = model.model.layers[-1].self_attn
+    stock = attention.forward
+
+    def forward(*args: Any, shared_prompt_keys: Any = None, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs)
+
+    attention.forward = forward
+    with pytest.raises(SharedPromptError, match="^shared_prompt_keys: expected an attention .*LlamaDecoderLayer"):
+        dualkv.shared_prompt_forward(model, batch, self_check=False)
+    dualkv.shared_prompt_forward(model, batch, self_check=False, drop_unread=False)
+
+
 def _replace_forward(model: Any) -> None:
     layer = model.model.layers[-1]
     layer.forward = types.MethodType(type(layer).forward, layer)

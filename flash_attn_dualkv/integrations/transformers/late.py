@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...checks import explain
 from ...data.batch import PackedBatch
+from ...errors import SharedPromptLayoutError
 from ...layout import SharedPromptLayout
 from .consequences import BOOKKEEPERS, comes_from
 from .structure import decoder_of
@@ -166,6 +168,9 @@ def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         with suppress(Interrupted):
             # Below the checkpoint, which would run it again for the backward.
             inspect.unwrap(type(layer).forward)(layer, *args, **{**kwargs, KEYS: keys})
+        if not keys:
+            expected = "an attention of this package that gets it in the last layer, or drop_unread=False"
+            raise SharedPromptLayoutError(explain(KEYS, expected, f"none in {type(layer).__name__}"))
         named[KEYS] = tuple(keys)
     return tuple(_of_rows(one, late) for one in args), {**kwargs, **named, "shared_prompt_layout": late}
 
