@@ -80,7 +80,7 @@ struct DecodeProgress {
 // of q * num_heads + head.
 struct DecodeStates {
   float* out;         // (slots, per_row, head dim): not normalised, in the order of a thread's registers
-  float* statistics;  // (slots, per_row, 8): four partial sums, the maximum, three unused
+  float* statistics;  // (slots, per_row, 8): four sums, each a thread's, and four times the maximum
   int per_row;        // the most splits of a row
 };
 

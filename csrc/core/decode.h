@@ -18,8 +18,8 @@
 //
 // Long walks may be divided: with exact="split" states reset at fixed places, and what lies between
 // two of them, a split, is an item of its own of each leaf or branch that has tiles there. A launch
-// behind combines the splits of a row in ascending order. Places depend on the request alone, so
-// that its bits do not depend on what is shared either.
+// behind folds the states of a row's splits into one, the last split first. Places and order depend
+// on the request alone, so that its bits do not depend on what is shared either.
 #pragma once
 
 #include "core/nodes.h"

@@ -28,29 +28,26 @@ __global__ void __launch_bounds__(kWarps * 32) dualkv_decode_combine(const Decod
   const int splits = row < a.shape.q_rows ? a.splits[row] : 0;
   if (splits == 0) return;
   const int64_t first = int64_t{slot} * a.states.per_row;
-  const float* const statistics = a.states.statistics + first * 8;
-  OnlineSoftmax<1> softmax;  // a quad has a row, and its first lane all of the sum
-  float& top = softmax.row_max[0][0];
-  for (int i = lane; i < splits; i += 32) top = fmaxf(top, statistics[i * 8 + 4]);
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
-
-  const float scale_log2 = a.shape.softmax_scale * kLog2e, finite_top = softmax.finite(top);
+  const float* const statistics = a.states.statistics + first * 8 + lane % 4;
   const float2* const states = reinterpret_cast<const float2*>(a.states.out + first * kHeadDim) + lane * kOwn;
-  float2 out[kOwn] = {};
-  float sum = 0.f;
+  const float scale_log2 = a.shape.softmax_scale * kLog2e;
+  OnlineSoftmax<1> softmax;  // each lane of a quad has one of the four sums
+  float &top = softmax.row_max[0][0], &sum = softmax.row_sum[0][0];
+  const int last = splits - 1;
+  top = statistics[last * 8 + 4], sum = statistics[last * 8];
+  float2 out[kOwn];
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j) out[j] = states[last * (kHeadDim / 2) + j];
 #pragma unroll 4
-  for (int i = 0; i < splits; ++i) {
-    const float4 sums = *reinterpret_cast<const float4*>(statistics + i * 8);
-    const float share = exp2_approx(__fmul_rn(__fsub_rn(statistics[i * 8 + 4], finite_top), scale_log2));
-    sum = __fmaf_rn(__fadd_rn(__fadd_rn(sums.x, sums.y), __fadd_rn(sums.z, sums.w)), share, sum);
+  for (int i = last - 1; i >= 0; --i) {
+    const StateFold fold(top, statistics[i * 8 + 4], scale_log2);
+    top = fold.top, sum = fold(sum, statistics[i * 8]);
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       const float2 pair = states[i * (kHeadDim / 2) + j];
-      out[j].x = __fmaf_rn(pair.x, share, out[j].x), out[j].y = __fmaf_rn(pair.y, share, out[j].y);
+      out[j].x = fold(out[j].x, pair.x), out[j].y = fold(out[j].y, pair.y);
     }
   }
-  softmax.row_sum[0][0] = lane % 4 == 0 ? sum : 0.f;
   float lse;
   const float inverse = softmax.finish(0, 0, a.shape.softmax_scale, a.sinks ? a.sinks[head] : -CUDART_INF_F, lse);
   if (lane == 0) a.lse[static_cast<int64_t>(head) * a.shape.q_rows + row] = lse;

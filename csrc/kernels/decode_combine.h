@@ -19,7 +19,7 @@ struct DecodeCombineArgs {
   const float* sinks;  // (num_heads), or null
 };
 
-// Combines the splits of each row in ascending order, so that its bits depend on its request alone.
+// Folds the states of each row, the last split first, so that its bits depend on its request alone.
 template <typename T>
 void combine_splits(const DecodeCombineArgs<T>& args, cudaStream_t stream);
 

@@ -65,8 +65,8 @@ struct DecodeRows {
           o[0][j + i][2 * half] = columns.pairs[i].x, o[0][j + i][2 * half + 1] = columns.pairs[i].y;
         }
       }
-      softmax.row_sum[0][half] = statistics_of(half, item)[lane % 4];
-      softmax.row_max[0][half] = statistics_of(half, item)[4];
+      const float* const statistics = statistics_of(half, item) + lane % 4;
+      softmax.row_sum[0][half] = statistics[0], softmax.row_max[0][half] = statistics[4];
     }
   }
 
@@ -114,8 +114,8 @@ struct DecodeRows {
         }
         *reinterpret_cast<Columns*>(to + j * 8) = columns;
       }
-      statistics_of(half, item)[lane % 4] = softmax.row_sum[0][half];
-      if (lane % 4 == 0) statistics_of(half, item)[4] = softmax.row_max[0][half];
+      float* const statistics = statistics_of(half, item) + lane % 4;
+      statistics[0] = softmax.row_sum[0][half], statistics[4] = softmax.row_max[0][half];
     }
   }
 

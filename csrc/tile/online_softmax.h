@@ -125,6 +125,23 @@ struct OnlineSoftmax {
   }
 };
 
+// How the state of a row over some keys joins the total of others: all sums, element by element. The
+// arithmetic is spelled out, so that who does it changes no bit.
+struct StateFold {
+  float top;  // the new maximum
+  float of_total, of_state;
+
+  __device__ __forceinline__ StateFold(float total_top, float state_top, float scale_log2)
+      : top(fmaxf(total_top, state_top)) {
+    const float finite_top = OnlineSoftmax<1>::finite(top);
+    of_total = exp2_approx(__fmul_rn(__fsub_rn(total_top, finite_top), scale_log2));
+    of_state = exp2_approx(__fmul_rn(__fsub_rn(state_top, finite_top), scale_log2));
+  }
+  __device__ __forceinline__ float operator()(float total, float state) const {
+    return __fmaf_rn(state, of_state, __fmul_rn(total, of_total));
+  }
+};
+
 template <int kM16, int kO8>
 __device__ __forceinline__ void scale_rows(float (&o)[kM16][kO8][4], const float (&factor)[kM16][2]) {
 #pragma unroll
