@@ -186,7 +186,9 @@ Gpu checked_gpu(int index) {
 }
 
 DecodeMemory decode_memory(const DualkvDecodePlan& plan, const Gpu& gpu) {
-  return DecodeMemory(plan, registry<DecodeKernel<AnyElement>>().traits[find_decode(plan, gpu)].tiles.block_n);
+  const Registry<DecodeKernel<AnyElement>>& all = registry<DecodeKernel<AnyElement>>();
+  const int kernel = find_decode(plan, gpu);
+  return DecodeMemory(plan, all.traits[kernel].tiles.block_n, all.kernels[kernel].blocks_per_sm * gpu.num_sms);
 }
 
 template <typename T>
@@ -209,7 +211,7 @@ void launch_decode(const Gpu& gpu, cudaStream_t stream, const DualkvDecodePlan& 
   registry<DecodeKernel<T>>().kernels[kernel].launch(
       {shape, memory.plan.requests.table, view_of<const T>(call.q), pages_of<T>(call.k), pages_of<T>(call.v),
        view_of<T>(call.out), call.lse, call.sinks, alone ? lists.alone : lists.shared, lists.counts + alone,
-       lists.queries, memory.progress, memory.states},
+       lists.queries, memory.progress, memory.states, memory.plan.splits},
       stream);
   const Arch arch = registry<DecodeKernel<T>>().traits[kernel].arch;
   count_launch(std::string("dualkv_") + name_of(arch) + "_decode");

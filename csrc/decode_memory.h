@@ -16,7 +16,8 @@ struct DecodeMemory {
   DecodeStates states{};
   int64_t bytes = 0;
 
-  DecodeMemory(const DualkvDecodePlan& asked, int block_n) {
+  // `blocks`: of a launch.
+  DecodeMemory(const DualkvDecodePlan& asked, int block_n, int blocks) {
     check(asked);
     Scratch scratch(asked.memory);
     const int requests = static_cast<int>(asked.max_requests), rows = static_cast<int>(asked.max_queries);
@@ -53,6 +54,7 @@ struct DecodeMemory {
                      asked.parents, asked.shared_pages, static_cast<int>(asked.queries)};
     plan.block_n = block_n;
     plan.heads_per_group = heads_per_group;
+    plan.blocks = ceil_div(blocks, kv_heads);
   }
 
   static constexpr int kLevels = 4;

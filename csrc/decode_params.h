@@ -64,7 +64,7 @@ struct DecodeLists {
   DecodeItem* alone;   // leaves that go to position 0, for windows
   int* counts;         // of both
   int* queries;        // (q_rows): rows of q in the order in which the rows of items count them
-  int* splits;         // (q_rows): how many of each row of q are to be combined
+  int* splits;         // (q_rows): how many states of each row of q are to be combined
   int shared_capacity, alone_capacity;
 };
 
@@ -76,8 +76,8 @@ struct DecodeProgress {
   int branches;  // room for them
 };
 
-// The states of a row, one for each split: between its items, and at its end. A row's slot is row
-// of q * num_heads + head.
+// The states of a row, one for each split or for all that an item folds: between its items, and at
+// its end. A row's slot is row of q * num_heads + head.
 struct DecodeStates {
   float* out;         // (slots, per_row, head dim): not normalised, in the order of a thread's registers
   float* statistics;  // (slots, per_row, 8): four sums, each a thread's, and four times the maximum
@@ -101,6 +101,7 @@ struct DecodeParams {
   const int* queries;
   DecodeProgress progress;
   DecodeStates states;
+  DecodeSplits splits;
 
   // Row of q of a row of items.
   DUALKV_HD int query(int row) const {

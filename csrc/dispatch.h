@@ -52,7 +52,9 @@ struct BackwardDqKernel : Launches<BackwardDqParams<T>> {};
 template <typename T>
 struct DecodeParams;
 template <typename T>
-struct DecodeKernel : Launches<DecodeParams<T>> {};
+struct DecodeKernel : Launches<DecodeParams<T>> {
+  int blocks_per_sm;
+};
 
 // Kernels of one direction and their traits, by family and head dims, small ones first; of equal
 // ones the preferred first.

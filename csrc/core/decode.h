@@ -17,9 +17,11 @@
 //     request 2   |                   | leaf: 4 5 6 |
 //
 // Long walks may be divided: with exact="split" states reset at fixed places, and what lies between
-// two of them, a split, is an item of its own of each leaf or branch that has tiles there. A launch
-// behind folds the states of a row's splits into one, the last split first. Places and order depend
-// on the request alone, so that its bits do not depend on what is shared either.
+// two of them is a split. The states of a row's splits are folded into one, the last split first, by
+// the same arithmetic whoever does it. Where walks are few, each split is an item of its own of each
+// leaf or branch that has tiles there, and a launch behind folds; where they are many, an item walks
+// all splits that a leaf has for itself, and folds. Places and order depend on the request alone, so
+// that its bits depend neither on what is shared nor on who folds.
 #pragma once
 
 #include "core/nodes.h"
@@ -39,7 +41,10 @@ struct alignas(16) DecodeItem {
   int waits;        // branch whose items hand over the states of these rows; -1: they start empty
   int arrivals;     // how many items do, of each KV head
   int signals;      // branch that goes on with these rows; -1: tile 0 was the last, or there is none
-  int split;        // which one of its rows it begins, goes on with, or ends; -1: they have one
+  int split;        // which state of its rows it begins, goes on with, or ends; -1: they have one
+  int folds;        // splits that it walks one after the other, the last one first; 0: a part of one
+  int folded;       // of a part of such an item: how many of its splits are in the state already
+  int unused[2];
 };
 
 // Where the states of a request's rows reset: at every `tiles`-th tile from position 0 on up to
@@ -55,6 +60,35 @@ struct DecodeSplits {
   // Splits that a walk over tiles [first, end) before the cut has a part in.
   DUALKV_HD int between(int first, int end) const { return end > first ? low(end) - first / tiles : 0; }
   DUALKV_HD bool begin_at(int tile) const { return tile % tiles == 0; }
+
+  // What a leaf has of a split. The leaf's item has the tiles from `first` on and all own ones, and
+  // the request's cut, even where its rows see no key from there on.
+  DUALKV_HD DecodeItem part(const DecodeItem& leaf, int split, int block_n) const {
+    const int whole_tiles = leaf.cut / block_n, own = split - low(whole_tiles), keys = tiles * block_n;
+    const int seen = min_int(leaf.cut, leaf.keys), end = ceil_div(seen, block_n);
+    DecodeItem item = leaf;
+    item.folds = 0;
+    if (own >= 0) {
+      const int begin = leaf.cut + own * keys;
+      item.keys = min_int(leaf.keys, begin + keys), item.cut = min_int(begin, item.keys);
+      item.end = own > 0 ? 0 : end, item.first = min_int(whole_tiles, item.end);
+    } else {
+      item.end = min_int(min_int((split + 1) * tiles, whole_tiles), end);
+      item.first = min_int(max_int(split * tiles, leaf.first), item.end);
+      item.keys = item.cut = min_int(item.end * block_n, seen);
+    }
+    return item;
+  }
+
+  // What an item that folds walks in a step: a split. Its state becomes the item's own total, which
+  // stays in memory between two of them.
+  DUALKV_HD DecodeItem step(const DecodeItem& leaf, int step, int block_n) const {
+    const bool is_last = step + 1 == leaf.folds;
+    DecodeItem item = part(leaf, low(leaf.first) + leaf.folds - 1 - step, block_n);
+    item.folds = leaf.folds, item.folded = step;
+    item.split = is_last ? leaf.split : max_int(leaf.split, 0);
+    return item;
+  }
 };
 
 struct DecodeTile {

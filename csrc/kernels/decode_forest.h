@@ -45,6 +45,8 @@ struct Forest {
     return dualkv::shareable_keys(queries[request], cuts[request], keys[request]);
   }
   __device__ int place(int request) const { return subtree[request]; }
+  // How many splits one item of its leaf folds; 0: each has an item. `before` is not needed any more.
+  __device__ int& folds(int request) const { return before[request]; }
   __device__ int next_of_leaf(int request) const { return nearest[request] ? nearest[request] : joins[request]; }
 
   // Whose pages a branch reads.

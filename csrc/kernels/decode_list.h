@@ -56,8 +56,26 @@ struct DecodeOrder {
     __syncthreads();
   }
 
+  // An item folds all splits that its leaf has for itself where what comes behind the leaf keeps all
+  // blocks busy for as long: the end of the list, and a list of few long walks, stay divided.
+  __device__ void choose_folds(int64_t* sums) const {
+    running_sums(
+        units, sums,
+        [&](int i) {
+          const int unit = in_order[units - 1 - i];
+          return int64_t{row_tiles(unit)} * walk_of(unit);
+        },
+        [&](int i, int64_t behind, int64_t) {
+          const int unit = in_order[units - 1 - i];
+          if (!is_leaf(unit)) return;
+          const int splits = all_splits(unit) - a.splits.low(first_tile(unit));
+          f.folds(unit) = splits > 1 && behind >= int64_t{a.blocks} * walk_of(unit) ? splits : 0;
+        });
+  }
+
   // False where the shared list has no room for all, and `padding` items.
   __device__ bool count(int64_t* sums, int padding) {
+    if (a.splits.divide()) choose_folds(sums);
     constexpr int kShift = 27;  // items of leaves are fewer than 2^27, those of branches may be many more
     const int64_t total = running_sums(
         units, sums,
@@ -96,10 +114,10 @@ struct DecodeOrder {
   __device__ int row_tiles_for(int queries) const {
     return static_cast<int>(ceil_div(int64_t{queries} * a.heads_per_group, int64_t{kDecodeRows}));
   }
-  // How many splits of a request's rows are to be combined.
-  __device__ int combined_splits(int request) const {
-    const int splits = a.splits.divide() ? a.splits.low(whole_tiles(request)) + a.splits.own(own_tiles(request)) : 1;
-    return splits > 1 ? splits : 0;
+  // How many states of a request's rows are to be combined.
+  __device__ int combined_states(int request) const {
+    const int states = a.splits.divide() ? all_splits(request) - folded_away(request) : 1;
+    return states > 1 ? states : 0;
   }
 
  private:
@@ -117,17 +135,30 @@ struct DecodeOrder {
   __device__ int tiles_of_leaf(int request) const {
     return own_tiles(request) + ceil_div(f.cuts[request], a.block_n);
   }
+  // Where a leaf ends and its branch begins.
+  __device__ int first_tile(int request) const {
+    const int next = f.next_of_leaf(request);
+    return next ? f.end_tile(next) : 0;
+  }
+  __device__ int walk_of(int unit) const {
+    return is_leaf(unit) ? tiles_of_leaf(unit) - first_tile(unit)
+                         : f.end_tile(branch_of(unit)) - f.first_tile(branch_of(unit));
+  }
+  __device__ int low_splits(int request) const { return a.splits.low(whole_tiles(request)); }
+  __device__ int all_splits(int request) const { return low_splits(request) + a.splits.own(own_tiles(request)); }
+  // Splits whose states an item adds to that of another one.
+  __device__ int folded_away(int request) const { return max_int(f.folds(request) - 1, 0); }
 
   // Items of a row tile.
   __device__ int pieces_of(int unit) const {
     if (!a.splits.divide()) return 1;
-    return is_leaf(unit) ? a.splits.own(own_tiles(unit)) + low_pieces(unit)
+    return is_leaf(unit) ? a.splits.own(own_tiles(unit)) + low_pieces(unit) - folded_away(unit)
                          : a.splits.between(f.first_tile(branch_of(unit)), f.end_tile(branch_of(unit)));
   }
   // A leaf without tiles in a split that others of its branch have begun hands over an empty state.
   __device__ int low_pieces(int request) const {
-    const int next = f.next_of_leaf(request), first = next ? f.end_tile(next) : 0;
-    return max_int(a.splits.between(first, whole_tiles(request)), next && waits(next));
+    const int next = f.next_of_leaf(request);
+    return max_int(a.splits.between(first_tile(request), whole_tiles(request)), next && waits(next));
   }
   __device__ int items_of(int unit) const { return row_tiles(unit) * pieces_of(unit); }
 
@@ -168,27 +199,23 @@ struct DecodeOrder {
 
   __device__ DecodeItem leaf(int request, int number, int piece) const {
     DecodeItem item = whole_leaf(request, number);
-    const int next = f.next_of_leaf(request), first = next ? f.end_tile(next) : 0;
+    const int next = f.next_of_leaf(request);
+    item.first = first_tile(request);
     if (!a.splits.divide()) {
-      item.first = first, item.signals = next - 1;
+      item.signals = next - 1;
       return item;
     }
-    const int whole = whole_tiles(request), own = a.splits.own(own_tiles(request));
-    if (piece >= own) return low_piece(item, first, whole, piece - own, next);
-    if (combined_splits(request)) item.split = a.splits.low(whole) + piece;
-    const int keys = a.splits.tiles * a.block_n, begin = f.cuts[request] + piece * keys;
-    item.keys = min_int(item.keys, begin + keys);
-    if (piece > 0) item.cut = min_int(begin, item.keys), item.end = 0;
-    item.first = min_int(whole, item.end);
-    return item;
-  }
-  // Piece of tiles [first, whole), the low ones of a leaf.
-  __device__ DecodeItem low_piece(DecodeItem item, int first, int whole, int piece, int next) const {
-    const int end = item.end;
-    divide(item, first, whole, piece, next);
-    item.end = min_int(item.end, end), item.first = min_int(item.first, item.end);
-    item.keys = item.cut = min_int(item.end * a.block_n, item.cut);
-    return item;
+    item.cut = f.cuts[request];
+    const int folds = f.folds(request), low = low_splits(request), own = folds ? 1 : a.splits.own(own_tiles(request));
+    const int lowest = low - low_pieces(request), first_own = folds ? a.splits.low(item.first) : low;
+    const int split = piece < own ? first_own + piece : lowest + piece - own;
+    if (combined_states(request)) item.split = split;
+    if (folds && piece < own) {
+      item.folds = folds;
+      return item;
+    }
+    if (split * a.splits.tiles < item.first) item.signals = next - 1;
+    return a.splits.part(item, split, a.block_n);
   }
 
   __device__ DecodeItem branch(int branch, int number, int piece) const {
@@ -225,7 +252,7 @@ __device__ inline void write_queries(const DecodePlanArgs& a, const DecodeOrder&
 #pragma unroll 1
   for (int first = threadIdx.x - lane; first < f.requests; first += kListThreads) {
     const int request = min_int(first + lane, f.requests - 1);
-    const int place = f.place(request), row = f.rows[request], splits = order.combined_splits(request);
+    const int place = f.place(request), row = f.rows[request], splits = order.combined_states(request);
     const int queries = first + lane < f.requests ? f.queries[request] : 0;
     const bool has_few = queries <= kFew;
     for (int query = 0; has_few && query < queries; ++query) write(place + query, row + query, splits);

@@ -70,11 +70,12 @@ struct DecodeRows {
     }
   }
 
-  // What becomes of the rows at the end of an item: results, or states for the next item or for
-  // the launch that combines splits.
+  // What becomes of the rows at the end of an item: results, or states for the next item, for this
+  // one's next split, or for the launch that combines splits.
   template <class Softmax, class Meet>
-  __device__ __forceinline__ void finish(const DecodeItem& item, int kv_head, const Output& o, Softmax& softmax,
+  __device__ __forceinline__ void finish(const DecodeItem& item, int kv_head, Output& o, Softmax& softmax,
                                          Meet meet) const {
+    if (item.folded > 0) fold(item, o, softmax);
     if (item.signals < 0 && item.split < 0) return store(o, softmax);
     keep(item, o, softmax);
     if (item.signals < 0) return;
@@ -99,6 +100,30 @@ struct DecodeRows {
   }
 
  private:
+  // Adds the total of the item's splits so far, which the same threads have kept.
+  template <class Softmax>
+  __device__ __forceinline__ void fold(const DecodeItem& item, Output& o, Softmax& softmax) const {
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (slot[half] < 0) continue;
+      const float* const from = state_of(half, item);
+      const float* const statistics = statistics_of(half, item) + lane % 4;
+      const StateFold fold(statistics[4], softmax.row_max[0][half], scale_log2);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+        const Columns columns = *reinterpret_cast<const Columns*>(from + j * 8);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          float &x = o[0][j + i][2 * half], &y = o[0][j + i][2 * half + 1];
+          x = fold(columns.pairs[i].x, x), y = fold(columns.pairs[i].y, y);
+        }
+      }
+      softmax.row_sum[0][half] = fold(statistics[0], softmax.row_sum[0][half]);
+      softmax.row_max[0][half] = fold.top;
+    }
+  }
+
   template <class Softmax>
   __device__ __forceinline__ void keep(const DecodeItem& item, const Output& o, const Softmax& softmax) const {
 #pragma unroll

@@ -111,10 +111,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   __shared__ unsigned taken;
   DecodeBlock<T, Config> block{p, ptx::shared_address(shared)};
   const unsigned kv_heads = p.shape.num_kv_heads, works = *p.count * kv_heads;
+  if (threadIdx.x == 0) item.folds = 0;
   while (true) {
+    // A split of an item that folds is walked as an item of its own.
     if (threadIdx.x == 0) {
-      taken = atomicAdd(p.progress.next, 1);
+      const bool goes_on = item.folds > 0 && item.folded + 1 < item.folds;
+      const int step = goes_on ? item.folded + 1 : 0;
+      if (!goes_on) taken = atomicAdd(p.progress.next, 1);
       if (taken < works) item = p.items[taken / kv_heads], kv_head = static_cast<int>(taken % kv_heads);
+      if (taken < works && item.folds > 0) item = p.splits.step(item, step, Config::kBlockN);
     }
     __syncthreads();
     if (taken >= works) break;

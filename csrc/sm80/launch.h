@@ -62,7 +62,7 @@ DecodeKernel<T> decode_kernel() {
     launch(dualkv_sm80_decode<T, Config>, int64_t{Config::kBlocksPerSm} * p.shape.num_sms, Config::kThreads,
            Config::kSharedBytes, stream, p);
   };
-  return {{run}};
+  return {{run}, Config::kBlocksPerSm};
 }
 
 // Registers the kernels of all footprints for each element type. `make(element, config)` makes one

@@ -137,7 +137,8 @@ struct DecodeProducer {
     load_v(before, kv_head);
   }
 
-  // The first thread takes items: the next one while the others still load.
+  // The first thread takes items: the next one while the others still load. A split of an item that
+  // folds is loaded, and multiplied, as an item of its own.
   __device__ __forceinline__ void run() {
     const unsigned kv_heads = p.shape.num_kv_heads, works = *p.count * kv_heads;
     // Also the first item. One that belonged to a block by its number would wait for that block to
@@ -145,6 +146,7 @@ struct DecodeProducer {
     // launch.
     const auto take = [&] { return static_cast<unsigned>(atomicAdd(p.progress.next, 1)); };
     unsigned index = thread == 0 ? take() : 0;
+    int step = 0;
     for (PipelineState<Config::kWorkSlots> slot;; slot.advance()) {
       const PipelineBarrier ready = shared.work_ready(slot.stage);
       if (thread == 0) {
@@ -153,7 +155,9 @@ struct DecodeProducer {
         if (work.exists) {
           work.item = p.items[index / kv_heads];
           work.kv_head = static_cast<int>(index % kv_heads);
-          index = take();
+          if (work.item.folds > 0) work.item = p.splits.step(work.item, step, Config::kBlockN);
+          step = step + 1 < work.item.folds ? step + 1 : 0;
+          if (step == 0) index = take();
         }
         ready.wait_empty(slot.phase);
         store_struct(shared.work(slot.stage), work);

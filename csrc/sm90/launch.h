@@ -178,7 +178,7 @@ bool register_decode() {
       p.shape.softcap.exists() ? launch_decode_blocks<T, Config, true>(p, stream)
                                : launch_decode_blocks<T, Config, false>(p, stream);
     };
-    add_kernel<DecodeKernel<T>>(decode_traits<kHeadDim>(), {{run}});
+    add_kernel<DecodeKernel<T>>(decode_traits<kHeadDim>(), {{run}, Config::kBlocks});
   });
 }
 

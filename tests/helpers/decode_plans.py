@@ -39,6 +39,8 @@ class Item(NamedTuple):
     arrivals: int
     signals: int
     split: int = -1
+    folds: int = 0
+    folded: int = 0
 
 
 class DecodeStep(NamedTuple):
@@ -57,7 +59,7 @@ class Lists(NamedTuple):
     shared: list[Item]
     alone: list[Item]
     queries: list[int]
-    splits: list[int]  # of each row of q, to be combined
+    splits: list[int]  # how many states of each row of q are to be combined
     block_n: int
 
 
@@ -149,10 +151,6 @@ class Plan:
         self.size = kernels.decode_plan_bytes(limits, torch.device(DEVICE))
         self.memory = torch.zeros(self.size + GUARD, dtype=torch.uint8, device=DEVICE)
         self.memory[self.size :] = 0xA5
-        found = (ctypes.c_int64 * 8)()
-        asked = PlanStruct(*(0,) * 10, *limits, 0)
-        load_shim("decode").read_decode_layout(ctypes.byref(asked), found)
-        *self.offsets, self.shared_capacity, self.alone_capacity, self.block_n = found
 
     def update(self, step: Requests | DecodeStep) -> Lists:
         made = step if isinstance(step, DecodeStep) else step.step(self.columns)
@@ -164,27 +162,50 @@ class Plan:
         kernels.decode_plan(Step(step.block_table, step.seqlens, *optional, self.memory, step.queries, self.limits))
 
     def read(self, q_rows: int) -> Lists:
-        memory = self.memory.cpu().numpy()
-        assert (memory[self.size :] == 0xA5).all()
-        shared, alone, counts, queries, splits = (memory[offset : self.size] for offset in self.offsets)
-        sizes = counts[:8].view(np.int32)
-        assert 0 <= sizes[0] <= self.shared_capacity and 0 <= sizes[1] <= self.alone_capacity
-        lists = [
-            [Item(*row) for row in one[: 48 * size].view(np.int32).reshape(-1, 12).tolist()]
-            for one, size in zip((shared, alone), sizes, strict=True)
-        ]
-        numbers = [one[: 4 * q_rows].view(np.int32).tolist() for one in (queries, splits)]
-        return Lists(*lists, numbers[0], numbers[1] if self.limits.split_keys else [], self.block_n)
+        assert (self.memory[self.size :].cpu() == 0xA5).all()
+        return read_lists(self.memory[: self.size], self.limits, q_rows, 128 if self.limits.head_dim == 64 else 80)
+
+
+def read_lists(memory: Tensor, limits: Limits, q_rows: int, block_n: int) -> Lists:
+    """What the memory of a plan has for kernels with such tiles."""
+    layout, asked = (ctypes.c_int64 * 7)(), PlanStruct(*(0,) * 10, *limits, 0)
+    load_shim("decode").read_decode_layout(ctypes.byref(asked), block_n, layout)
+    *offsets, shared_capacity, alone_capacity = layout
+    content = memory.cpu().numpy()
+    shared, alone, counts, queries, splits = (content[offset:] for offset in offsets)
+    sizes = counts[:8].view(np.int32)
+    assert 0 <= sizes[0] <= shared_capacity and 0 <= sizes[1] <= alone_capacity
+    lists = [
+        [Item(*row[:14]) for row in one[: 64 * size].view(np.int32).reshape(-1, 16).tolist()]
+        for one, size in zip((shared, alone), sizes, strict=True)
+    ]
+    numbers = [one[: 4 * q_rows].view(np.int32).tolist() for one in (queries, splits)]
+    return Lists(*lists, numbers[0], numbers[1] if limits.split_keys else [], block_n)
 
 
 Tile = tuple[int, int]  # position of the first key, and number of keys
 
 
 def tiles_of(item: Item, block_n: int, most: int = 4096) -> list[Tile]:
-    given, found = (ctypes.c_int * 12)(*item), (ctypes.c_int * (2 * most))()
+    given, found = (ctypes.c_int * 16)(*item), (ctypes.c_int * (2 * most))()
     count = load_shim("decode").read_decode_walk(given, block_n, most, found)
     assert 0 <= count <= most
     return list(zip(found[: 2 * count : 2], found[1 : 2 * count : 2], strict=True))
+
+
+def steps_of(item: Item, block_n: int, split_tiles: int) -> list[tuple[int, Item]]:
+    """What an item walks, one after the other, each with its split; an item that does not fold is one step."""
+    if item.folds == 0:
+        return [(item.split, item)]
+    last, steps = -(-item.first // split_tiles) + item.folds - 1, []
+    for step in range(item.folds):
+        given, found = (ctypes.c_int * 16)(*item), (ctypes.c_int * 16)()
+        load_shim("decode").read_decode_step(given, split_tiles, block_n, step, found)
+        part = Item(*found[:14])
+        kept = item.split if step == item.folds - 1 else max(item.split, 0)
+        assert (part.split, part.folds, part.folded) == (kept, item.folds, step)
+        steps.append((last - step, part._replace(folds=0, folded=0)))
+    return steps
 
 
 def trainers_tiles(requests: Requests, request: int, end: int, block_n: int) -> list[Tile]:
@@ -215,6 +236,7 @@ def splits_of(requests: Requests, request: int, end: int, block_n: int, split_ti
 
 
 BRANCH = 1 << 30  # position of the queries of one
+Part = tuple[Item, list[Tile]]  # of a walk
 
 
 @dataclass
@@ -233,29 +255,35 @@ class Walks:
         lists, rows = self.lists, self.requests.q_rows * self.heads
         assert sorted(lists.queries) == list(range(self.requests.q_rows))
         begins = self.requests.q_begins
-        tiles = [tiles_of(item, lists.block_n) for item in items]
-        chains: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in range(rows)]  # by split
-        for index, item in enumerate(items):
+        chains: list[defaultdict[int, list[Part]]] = [defaultdict(list) for _ in range(rows)]  # by split
+        states: list[set[int]] = [set() for _ in range(rows)]  # that are left of each row
+        for item in items:
             assert 0 < item.rows <= ROWS and item.row >= 0 and item.row + item.rows <= rows
-            self.note_readers(item, tiles[index])
+            assert item.folded == 0 and item.folds != 1
+            assert item.folds == 0 or item.waits == item.signals == -1
+            for split, part in steps_of(item, lists.block_n, self.split_tiles):
+                step = part, tiles_of(part, lists.block_n)
+                self.note_readers(*step)
+                for row in range(item.row, item.row + item.rows):
+                    chains[row][split].append(step)
             for row in range(item.row, item.row + item.rows):
-                chains[row][item.split].append(index)
+                states[row].add(item.split)
         owners = self.requests.request_of_row()
         for row in range(rows):
             for chain in chains[row].values():
-                links = [(items[one].signals, items[other].waits) for one, other in pairwise(chain)]
-                assert items[chain[0]].waits == items[chain[-1]].signals == -1
+                links = [(one.signals, other.waits) for (one, _), (other, _) in pairwise(chain)]
+                assert chain[0][0].waits == chain[-1][0].signals == -1
                 assert all(signals == waits >= 0 for signals, waits in links), "items come behind those they wait for"
             query = lists.queries[row // self.heads]
-            place = query - begins[owners[query]]  # among the request's own
-            walks = {split: [(items[index], tiles[index]) for index in chain] for split, chain in chains[row].items()}
-            self.check_row(owners[query], place, walks, row)
-            assert not self.split_tiles or lists.splits[query] == (0 if -1 in walks else len(walks))
+            self.check_row(owners[query], query - begins[owners[query]], dict(chains[row]), row)
+            left = sorted(states[row])
+            assert left in ([-1], list(range(len(left)))), "states of a row are those up to some split"
+            assert not self.split_tiles or lists.splits[query] == (0 if left == [-1] else len(left))
         self.check_signals(items)
         if not self.split_tiles:
-            self.check_order(items, tiles)
+            self.check_order(items, [tiles_of(item, lists.block_n) for item in items])
 
-    def check_row(self, request: int, place: int, walks: dict[int, list[tuple[Item, list[Tile]]]], row: int) -> None:
+    def check_row(self, request: int, place: int, walks: dict[int, list[Part]], row: int) -> None:
         every = [one for walk in walks.values() for one in walk]
         if request == PADDING:
             assert len(every) == 1 and not every[0][1] and -1 in walks

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Where a decoding plan's memory holds what, and the tiles of its items.
+// Where a decoding plan's memory holds what, the steps of its items, and their tiles.
 #define DUALKV_BUILD_ARCHS "90"
 #define DUALKV_BUILD_PTX "90"
 #include "decode_memory.h"
@@ -9,13 +9,13 @@ using namespace dualkv;
 extern "C" {
 
 // Bytes from the beginning to the lists (shared, alone), their counts, the order of queries and their splits; then the
-// capacities of the lists, and the keys of a tile.
-void read_decode_layout(const DualkvDecodePlan* plan, int64_t* out) {
-  const DecodeMemory memory(*plan, plan->head_dim == 64 ? 128 : 80);
+// capacities of the lists.
+void read_decode_layout(const DualkvDecodePlan* plan, int block_n, int64_t* out) {
+  const DecodeMemory memory(*plan, block_n, 0);
   const DecodeLists& lists = memory.plan.lists;
   const auto offset = [](const void* address) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address)); };
   const int64_t found[] = {offset(lists.shared), offset(lists.alone),  offset(lists.counts), offset(lists.queries),
-                           offset(lists.splits), lists.shared_capacity, lists.alone_capacity, memory.plan.block_n};
+                           offset(lists.splits), lists.shared_capacity, lists.alone_capacity};
   for (const int64_t one : found) *out++ = one;
 }
 
@@ -27,6 +27,11 @@ int read_decode_walk(const DecodeItem* item, int block_n, int most, int* out) {
     *out++ = tile.position, *out++ = tile.valid;
   }
   return walk.tiles();
+}
+
+// What an item that folds walks in a step.
+void read_decode_step(const DecodeItem* item, int split_tiles, int block_n, int step, DecodeItem* out) {
+  *out = DecodeSplits{split_tiles}.step(*item, step, block_n);
 }
 
 }  // extern "C"

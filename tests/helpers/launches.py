@@ -52,6 +52,11 @@ POISON_BYTES = [512] * 64 + [1 << 16] * 32 + [1 << 20] * 8 + [1 << 22] * 8 + [1 
 CHOICE = "DUALKV_KERNELS"  # sm80: the portable kernels on any GPU; sm90: Hopper's where there are some
 
 
+def multiprocessors() -> int:
+    """Of the GPU, or of the one that the host stands in for."""
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count if DEVICE == "cuda" else 132
+
+
 def kernel_families(head_dim: int = 0) -> list[str]:
     """The families of kernels that can serve a call of a head dim here."""
     from flash_attn_dualkv import build_info

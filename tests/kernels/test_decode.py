@@ -4,15 +4,26 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import oracle
 import pytest
 import torch
+from decode_plans import BRANCH, Item, read_lists
 from forests import Forest, forest, ints
-from launches import DEVICE, GPU_MARKS, REPEATS, captured, counted_launches, needs_gpu, poison_free_memory
+from launches import (
+    DEVICE,
+    GPU_MARKS,
+    REPEATS,
+    captured,
+    counted_launches,
+    multiprocessors,
+    needs_gpu,
+    poison_free_memory,
+)
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
@@ -30,7 +41,13 @@ CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
     (256, 16, "NHD", 2, torch.float16, {"softcap": 20.0, "sinks": True}),
     (256, 32, "HND", 1, torch.bfloat16, {}),
 ]
-cases = pytest.mark.parametrize("case", CASES, ids=lambda one: "d" + "-".join(map(str, one[:4])))
+
+
+def case_name(case: tuple[Any, ...]) -> str:
+    return "d" + "-".join(map(str, case[:4]))
+
+
+cases = pytest.mark.parametrize("case", CASES, ids=case_name)
 modes = pytest.mark.parametrize("exact", ["trainer", "split"])
 
 
@@ -43,10 +60,23 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 TILE = 128  # keys of the widest tile of any kernel
 
 
-def random_step(case: tuple[Any, ...], seed: int) -> tuple[Forest, Tensor]:
+class Tiles(NamedTuple):
+    """Of a kernel."""
+
+    keys: int
+    blocks: int  # on a multiprocessor
+
+
+TILES = {
+    "sm80": {64: Tiles(128, 2), 128: Tiles(64, 3), 256: Tiles(64, 1)},
+    "sm90": {64: Tiles(128, 2), 128: Tiles(80, 2), 256: Tiles(80, 1)},
+}
+
+
+def random_step(case: tuple[Any, ...], seed: int, most_pages: int = 0) -> tuple[Forest, Tensor]:
     """A forest and cuts in which some requests share a tile for sure, so that states are handed over."""
     head_dim, page_size, layout, queries, dtype, _ = case
-    most = 20 if DEVICE == "cuda" else 9
+    most = most_pages or (20 if DEVICE == "cuda" else 9)
     for attempt in range(1000):
         number = 1000 * seed + attempt
         made = forest(
@@ -164,6 +194,58 @@ def test_batch_invariance(case: tuple[Any, ...], exact: str, kernels: str) -> No
             (begin, end), (first, last) = step.offsets[request : request + 2], fewer.offsets[place : place + 2]
             oracle.assert_bits_equal("out", found[first:last], out[begin:end])
             oracle.assert_bits_equal("lse", found_lse[:, first:last], lse[:, begin:end])
+
+
+def split_plan(step: Forest, cuts: Tensor, family: str) -> tuple[SharedPrefixPlan, list[Item]]:
+    """A plan of divided walks with its items."""
+    plan = step.plan("split", boundaries=cuts)
+    assert plan._memory is not None
+    lists = read_lists(plan._memory, plan.limits, len(step.q), TILES[family][plan.limits.head_dim].keys)
+    return plan, lists.shared
+
+
+def divided_step(case: tuple[Any, ...], shares: bool, family: str) -> tuple[Forest, Tensor]:
+    """One with a leaf that has several splits for itself, of a request that shares pages, or alone."""
+    for seed in range(70, 170):
+        step, cuts = random_step(case, seed, most_pages=24)
+        if not shares:
+            longest = max(range(len(cuts)), key=step.seqlens.__getitem__)
+            step, cuts = step.taken([longest]), cuts[[longest]]
+        items = split_plan(step, cuts, family)[1]
+        assert not any(item.folds for item in items), "few requests keep no GPU busy"
+        leaves = Counter(item.row for item in items if item.q_pos != BRANCH and item.signals < 0 and item.split >= 0)
+        if max(leaves.values(), default=0) > (1 if shares else 3):
+            return step, cuts
+    raise AssertionError("no step with such a leaf")
+
+
+def beside_others(step: Forest, cuts: Tensor, family: str) -> tuple[Forest, Tensor]:
+    """With short prompts, on pages of the longest request, whose rows keep the GPU busy behind the requests' own."""
+    tiles, (heads, kv_heads) = TILES[family][step.q.shape[2]], (step.q.shape[1], step.k_cache.shape[2])
+    keys = max(step.seqlens)
+    work = -(-tiles.blocks * multiprocessors() // kv_heads) * (keys // tiles.keys + 2)
+    rows = min(keys, TILE)
+    others = work // (-(-rows * heads // kv_heads // 64) * -(-rows // tiles.keys)) + 1
+    q = torch.randn(others * rows, *step.q.shape[1:], generator=torch.Generator().manual_seed(5)).to(step.q)
+    table = torch.cat([step.block_table, step.block_table[[step.seqlens.index(keys)]].expand(others, -1)])
+    seqlens, queries = ([*one, *[rows] * others] for one in (step.seqlens, step.queries))
+    more = Forest(torch.cat([step.q, q]), step.k_cache, step.v_cache, table, seqlens, queries)
+    return more, torch.cat([cuts, torch.zeros(others, dtype=cuts.dtype)])
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["shared", "alone"])
+@pytest.mark.parametrize("case", [one for one in CASES if "window" not in one[-1]], ids=case_name)
+def test_who_folds_changes_no_bit(case: tuple[Any, ...], shares: bool, kernels: str) -> None:
+    """A request has its bits where one item walks all splits of its leaf, because many others keep the GPU busy."""
+    options = case[-1]
+    step, cuts = divided_step(case, shares, kernels)
+    out, lse = decode(step, options, split_plan(step, cuts, kernels)[0])
+    more, more_cuts = beside_others(step, cuts, kernels)
+    plan, items = split_plan(more, more_cuts, kernels)
+    assert any(item.folds for item in items)
+    found, found_lse = decode(more, options, plan)
+    oracle.assert_bits_equal("out", found[: len(out)], out)
+    oracle.assert_bits_equal("lse", found_lse[:, : len(out)], lse)
 
 
 @modes

@@ -21,8 +21,9 @@ from decode_plans import (
     ints,
     limits_for,
     random_tree,
+    steps_of,
 )
-from launches import DEVICE, GPU_MARKS, captured, counted_launches, needs_gpu
+from launches import DEVICE, GPU_MARKS, captured, counted_launches, multiprocessors, needs_gpu
 from node_tables import HOSTILE_VALUES
 
 pytestmark = GPU_MARKS
@@ -39,21 +40,27 @@ def split_keys(split: int, head_dim: int) -> int:
 
 @sizes
 @splits
-@pytest.mark.parametrize("heads", [(8, 2), (5, 1), (80, 1)], ids="H{0[0]}-{0[1]}".format)
+@pytest.mark.parametrize("heads", [(8, 2), (5, 1), (80, 1), (256, 64)], ids="H{0[0]}-{0[1]}".format)
 def test_random_forests(page_size: int, head_dim: int, split: int, heads: tuple[int, int]) -> None:
-    """Each row meets the trainer's tiles in order, in its own pages; what may be shared is read once; steps follow."""
+    """Each row meets the trainer's tiles in order, in its own pages; what may be shared is read once; steps follow.
+
+    With many KV heads few leaves keep a GPU busy, so that some fold.
+    """
     rng = np.random.default_rng(page_size + head_dim)
-    columns, shared = COLUMNS[page_size], 0
+    columns, shared, folds = COLUMNS[page_size], 0, 0
     for _ in range(6):
         requests, cache = random_tree(rng, page_size, 80 if head_dim == 128 else 128, columns)
         spare = int(rng.integers(0, 3))
-        plan = Plan(limits_for(requests, heads, head_dim, spare, split_keys(split, head_dim)), columns)
+        limits = limits_for(requests, heads, head_dim, spare, split_keys(split, head_dim))
+        plan = Plan(limits._replace(max_keys=columns * page_size), columns)
         for turn in range(3):
             found = plan.update(requests.step(columns, gives_tree=turn % 2 == 1))
             walks = check_lists(requests, found, heads[0] // heads[1], split)
             shared += walks.check_sharing()
+            folds += sum(item.folds > 0 for item in found.shared)
             requests = grown(rng, requests, cache, columns)
     assert shared > 20
+    assert folds > 20 or split == 0 or heads[1] < 64
 
 
 @sizes
@@ -93,6 +100,22 @@ def test_what_a_fork_shares() -> None:
     ]
     assert found.queries == [0, 1, 2]
     check_lists(requests, found, 4)
+
+
+def test_leaves_fold_while_others_keep_the_gpu_busy() -> None:
+    """Which ones do depends on the tiles that come behind them in the list."""
+    lengths = [16, 8, 8, 8, 8, 8, 6, 4, 4, 4, 3, 2, 1]  # in tiles
+    table = np.arange(16 * len(lengths)).reshape(-1, 16).tolist()
+    requests = Requests(table, [128 * tiles for tiles in lengths], 128, 16 * len(lengths))
+    limits = limits_for(requests, (64, 64), 64, split_keys=256)._replace(max_keys=16 * 128)
+    found = Plan(limits, 16).update(requests)
+    check_lists(requests, found, 1, 2)
+    blocks = -(-2 * multiprocessors() // 64)  # of a KV head
+    folding = [index for index, tiles in enumerate(lengths) if sum(lengths[index + 1 :]) >= blocks * tiles]
+    assert [item.request for item in found.shared if item.folds] == folding
+    assert 0 < len(folding) < 10
+    for item in found.shared:
+        assert item.folds in (0, lengths[item.request] // 2 + 1)  # the last split, behind the cut, is empty
 
 
 def test_nobody_depends_on_an_owner_that_cannot_share() -> None:
@@ -184,8 +207,9 @@ def check_hostile(plan: Plan, step: DecodeStep, lists: Lists, heads: int) -> Non
         for item in items:
             assert 0 <= item.request < requests and item.waits < plan.limits.max_requests
             assert 0 < item.rows <= 64 and item.row >= 0 and item.row + item.rows <= rows
-            assert 0 <= item.first <= item.end and 0 <= item.cut <= item.keys <= columns * plan.limits.page_size
-            assert (item.end - 1) * lists.block_n < item.cut
+            for _, part in steps_of(item, lists.block_n, plan.limits.split_keys // lists.block_n):
+                assert 0 <= part.first <= part.end and 0 <= part.cut <= part.keys <= columns * plan.limits.page_size
+                assert (part.end - 1) * lists.block_n < part.cut
             assert item.waits < 0 or done.get(item.waits, 0) == item.arrivals
             done[item.signals] = done.get(item.signals, 0) + 1
         waits = {item.waits for item in items}
