@@ -17,11 +17,11 @@
 //     request 2   |                   | leaf: 4 5 6 |
 //
 // Long walks may be divided: with exact="split" states reset at fixed places, and what lies between
-// two of them is a split. The states of a row's splits are folded into one, the last split first, by
-// the same arithmetic whoever does it. Where walks are few, each split is an item of its own of each
-// leaf or branch that has tiles there, and a launch behind folds; where they are many, an item walks
-// all splits that a leaf has for itself, and folds. Places and order depend on the request alone, so
-// that its bits depend neither on what is shared nor on who folds.
+// two of them is a split. The states of a row's splits are folded into one, the last split first,
+// by the same arithmetic whoever does it. Where walks are few, each split is an item of its own of
+// each leaf or branch that has tiles there, and a launch behind folds; where they are many, an item
+// walks all splits that a leaf has for itself, and folds. Places and order depend on the request
+// alone, so that its bits depend neither on what is shared nor on who folds.
 #pragma once
 
 #include "core/nodes.h"
@@ -42,7 +42,7 @@ struct alignas(16) DecodeItem {
   int arrivals;     // how many items do, of each KV head
   int signals;      // branch that goes on with these rows; -1: tile 0 was the last, or there is none
   int split;        // which state of its rows it begins, goes on with, or ends; -1: they have one
-  int folds;        // splits that it walks one after the other, the last one first; 0: a part of one
+  int folds;        // splits that it walks one after the other, last ones first; 0: a part of one
   int folded;       // of a part of such an item: how many of its splits are in the state already
   int unused[2];
 };

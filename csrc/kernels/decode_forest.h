@@ -45,7 +45,7 @@ struct Forest {
     return dualkv::shareable_keys(queries[request], cuts[request], keys[request]);
   }
   __device__ int place(int request) const { return subtree[request]; }
-  // How many splits one item of its leaf folds; 0: each has an item. `before` is not needed any more.
+  // How many splits an item of its leaf folds; 0: each has its own. `before` is not in use then.
   __device__ int& folds(int request) const { return before[request]; }
   __device__ int next_of_leaf(int request) const { return nearest[request] ? nearest[request] : joins[request]; }
 

@@ -56,8 +56,8 @@ struct DecodeOrder {
     __syncthreads();
   }
 
-  // An item folds all splits that its leaf has for itself where what comes behind the leaf keeps all
-  // blocks busy for as long: the end of the list, and a list of few long walks, stay divided.
+  // An item folds all splits that its leaf has for itself where what comes behind the leaf keeps
+  // all blocks busy for as long: the end of the list, and a list of few long walks, stay divided.
   __device__ void choose_folds(int64_t* sums) const {
     running_sums(
         units, sums,

@@ -125,8 +125,8 @@ struct OnlineSoftmax {
   }
 };
 
-// How the state of a row over some keys joins the total of others: all sums, element by element. The
-// arithmetic is spelled out, so that who does it changes no bit.
+// How the state of a row over some keys joins the total of others: all sums, element by element.
+// The arithmetic is spelled out, so that who does it changes no bit.
 struct StateFold {
   float top;  // the new maximum
   float of_total, of_state;
