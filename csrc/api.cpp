@@ -46,7 +46,7 @@ struct Forward {
   Forward(const DualkvCall& call, void* memory)
       : problem(call), plan(make_plan(problem)), scratch(memory),
         // Narrow tiles have the list of wide ones, which are as many queries.
-        list(problem, tiles().block_m / plan.pack, tiles().block_n, scratch) {}
+        list(problem, tiles().block_m / plan.pack, tiles().block_n, scratch, plan.siblings, plan.least_tiles) {}
 
   template <typename T>
   void launch(const DualkvForward& tensors) {

@@ -33,15 +33,19 @@ class Scratch {
 // A contiguous tensor of 16-bit elements.
 inline ClearedRows cleared_rows(const DualkvTensor& t) { return {t.data, t.heads * t.head_dim * 2}; }
 
-// A list of query tiles, `queries` of a node each.
+// A list of query tiles, `queries` of a node each, or of siblings of which so many may share one
+// where there are `least_tiles`.
 class ForwardList {
  public:
-  ForwardList(const Problem& problem, int queries, int block_n, Scratch& scratch) : stream_(problem.stream) {
+  ForwardList(const Problem& problem, int queries, int block_n, Scratch& scratch, int siblings = 1, int least_tiles = 0)
+      : stream_(problem.stream) {
     args_.nodes = problem.nodes;
     args_.block_m = queries, args_.block_n = block_n, args_.sees = problem.shape.sees;
     args_.num_heads = problem.shape.num_heads;
+    args_.slice_queries = siblings > 1 ? queries / siblings : 0, args_.least_tiles = least_tiles;
     args_.capacity = forward_capacity(args_.nodes, queries);
     args_.tile_offsets = scratch.take(args_.nodes.num_nodes + 1);
+    args_.last_tiles = scratch.take(siblings > 1 ? args_.nodes.num_nodes : 0);
     args_.items = scratch.take<ForwardItem>(args_.capacity);
     args_.count = scratch.take(1), args_.next = scratch.take(1);
   }

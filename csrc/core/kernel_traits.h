@@ -38,6 +38,7 @@ struct KernelTraits {
   bool sums_dq = false;  // a backward that adds up dQ in fp32, if asked to
   // It can do so in an order that is the same from run to run, where there is no window.
   bool orders_dq = false;
+  int siblings = 1;  // nodes that may share a query tile, in slices of as many equal parts
   bool has_every_step = false;  // sums of dQ have an instance that leaves out no steps, too
 
   bool has_narrow() const { return narrow.block_n > 0; }

@@ -152,7 +152,7 @@ struct alignas(16) KvStep {
   // Stored as start and span, the test is one unsigned comparison per warp and tile.
   int full_pos;
   unsigned full_span;
-  int last;  // whether this is the last tile of the walk
+  int last;  // whether this is the last tile of the walk; of siblings: bits (core/siblings.h)
 };
 
 // Border policy that gives each node's tail a tile of its own; BorderTiles is the other one.
@@ -184,12 +184,32 @@ struct PathWalk {
   int first_key;  // start of the first query's window; keys start at position 0
 
   DUALKV_HD void start(const NodeTable& table, const Node& own, const QueryTile& q, int block_n, Visibility sees) {
+    start_own(own, q, block_n, sees);
+    climb(table, block_n, sees);
+  }
+
+  // Enters the own node, whose tiles n_block to 0 come first; -1: none do.
+  DUALKV_HD void start_own(const Node& own, const QueryTile& q, int block_n, Visibility sees) {
     q_end = q.q_pos + q.rows;
     first_key = sees.first_key(q.q_pos);
     enter(own);
     borders.start(own, q_end - 1, sees);
     n_block = visible_tiles(block_n, sees) - 1;
-    climb(table, block_n, sees);
+  }
+
+  // Goes on to the tiles of ancestors where those of the node are over.
+  DUALKV_HD void climb(const NodeTable& table, int block_n, Visibility sees) {
+    while (n_block < 0 && !borders.ready(block_n) && has_more()) {
+      enter(table.node(node.parent));
+      n_block = visible_tiles(block_n, sees) - 1;
+      if (borders.take_tail(node, block_n, has_more())) n_block = node.kv_len / block_n - 1;
+    }
+    if (n_block >= 0 || borders.ready(block_n)) return;
+    if (borders.waiting()) {
+      borders.fill(block_n);
+    } else {
+      take_no_keys();
+    }
   }
 
   // `group`: the most queries for which one mask decision is made.
@@ -228,20 +248,6 @@ struct PathWalk {
 
   // Whether an ancestor has visible keys.
   DUALKV_HD bool has_more() const { return node.parent >= 0 && node.kv_pos0 > first_key; }
-
-  DUALKV_HD void climb(const NodeTable& table, int block_n, Visibility sees) {
-    while (n_block < 0 && !borders.ready(block_n) && has_more()) {
-      enter(table.node(node.parent));
-      n_block = visible_tiles(block_n, sees) - 1;
-      if (borders.take_tail(node, block_n, has_more())) n_block = node.kv_len / block_n - 1;
-    }
-    if (n_block >= 0 || borders.ready(block_n)) return;
-    if (borders.waiting()) {
-      borders.fill(block_n);
-    } else {
-      take_no_keys();
-    }
-  }
 
   // Row 0, because a region may have no rows at all.
   DUALKV_HD void take_no_keys() { node.kv_begin = node.kv_len = node.kv_pos0 = n_block = 0; }

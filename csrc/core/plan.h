@@ -49,6 +49,10 @@ struct KernelChoice {
 struct ForwardPlan {
   KernelChoice kernel;
   int pack = 1;  // query heads that share a tile: any number
+  // Nodes that may share a query tile, in slices, where there are so many tiles of each pack.
+  int siblings = 1;
+  int least_tiles = 0;
+  Why siblings_why{"this kernel divides no query tiles among nodes"};
 };
 
 // How a backward makes dQ: in its own kernel, or summed beside dK and dV in whatever order blocks
@@ -85,6 +89,17 @@ inline std::string describe_built(const std::vector<KernelTraits>& kernels, Arch
     last = one.dims;
   }
   return text.empty() ? "none" : text;
+}
+
+// A shared tile takes about twice as long as one of its slices alone, so that with fewer tiles than
+// two for every multiprocessor a block would end later.
+inline void choose_siblings(ForwardPlan& plan, const KernelTraits& kernel, const Call& call, const Gpu& gpu) {
+  constexpr int kSliceRows = 64, kTilesPerSm = 2;
+  if (kernel.siblings == 1) return;
+  plan.siblings_why = {"slices of 64 rows divide by packs of", plan.pack, "heads: rows left over", kSliceRows % plan.pack};
+  if (kSliceRows % plan.pack > 0) return;
+  plan.siblings = kernel.siblings;
+  plan.least_tiles = ceil_div(kTilesPerSm * gpu.num_sms, call.num_heads / plan.pack);
 }
 
 // What is wrong where no kernel of a family holds head dims.
@@ -215,6 +230,7 @@ inline ForwardPlan plan_forward(const Call& call, const std::vector<KernelTraits
     plan.kernel.pack_why = {"the most up to 16 that divide a KV head's query heads and waste 1/8 of a tile or less:",
                             plan.pack, "of", call.heads_per_group()};
   }
+  plan_steps::choose_siblings(plan, kernel, call, gpu);
   if (!kernel.has_narrow() || call.has_softcap || !call.sees.has_window()) return plan;
   const int percent = tuning_of(gpu).narrow_forward_percent, queries = kernel.tiles.block_m / plan.pack;
   const int64_t narrow = window_columns(call.sees, queries, kernel.narrow.block_n);

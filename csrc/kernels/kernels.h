@@ -42,8 +42,11 @@ struct ForwardListArgs {
   NodeTable nodes;
   int block_m, block_n;
   Visibility sees;
+  int slice_queries;  // of the slices by which siblings share query tiles; 0: they share none
+  int least_tiles;    // of the list; siblings share none where there are fewer
   int capacity;       // items
   int* tile_offsets;  // (num_nodes + 1) scratch
+  int* last_tiles;    // (num_nodes) scratch: what stands for the last tile of a node that siblings share
   ForwardItem* items;
   int* count;
   int* next;  // set to zero

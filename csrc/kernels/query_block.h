@@ -2,6 +2,7 @@
 // Work of a block that owns a query tile of one head, or of a pack of heads, and streams KV tiles.
 #pragma once
 
+#include "core/siblings.h"
 #include "params.h"
 
 namespace dualkv {
@@ -27,6 +28,28 @@ struct QueryBlock {
     head = index / items * tiling.heads;
     kv_head = head / shape.heads_per_group();
   }
+
+  __device__ __forceinline__ const QueryBlock& of_slice(int) const { return *this; }
+};
+
+// The same for a tile that may be of several siblings.
+template <int kSlices>
+struct SiblingBlock {
+  SiblingTile<kSlices> tile;
+  int kv_head;
+
+  static __device__ __forceinline__ bool exists(int index, int items, const ProblemShape& shape, int heads) {
+    return QueryBlock::exists(index, items, shape, heads);
+  }
+
+  __device__ __forceinline__ void load(int index, int items, const WorkList<ForwardItem>& work, const NodeTable& nodes,
+                                       const ProblemShape& shape, QueryTiling tiling) {
+    const int head = index / items * tiling.heads;
+    tile.load(work.items[index % items], nodes, tiling, head);
+    kv_head = head / shape.heads_per_group();
+  }
+
+  __device__ __forceinline__ const QuerySlice& of_slice(int slice) const { return tile.slices[slice]; }
 };
 
 }  // namespace dualkv

@@ -297,7 +297,7 @@ struct BackwardDqConsumer {
     store(work);
   }
 
-  __device__ __forceinline__ void run(const QueryWork (&works)[kWorkSlots]) {
+  __device__ __forceinline__ void run(const QueryWork<QueryBlock> (&works)[kWorkSlots]) {
     consume_works(shared, works, lane, [&](const QueryBlock& work) { attend(work); });
   }
 
@@ -315,7 +315,7 @@ struct BackwardDqConsumer {
 template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward_dq(const __grid_constant__ BackwardDqParams<T> p, const __grid_constant__ BackwardDqMaps maps) {
-  __shared__ QueryWork works[kWorkSlots];
+  __shared__ QueryWork<QueryBlock> works[kWorkSlots];
   __shared__ KvStep steps[Config::kStagesK];
   __shared__ WalkStep ring[kWalkSlots];
   extern __shared__ uint8_t bytes[];

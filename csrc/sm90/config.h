@@ -4,6 +4,7 @@
 
 #include "core/decode.h"
 #include "core/kernel_traits.h"
+#include "core/siblings.h"
 #include "tile/smem_tile.h"
 
 namespace dualkv::sm90 {
@@ -35,6 +36,8 @@ struct ForwardTiles {
   static constexpr int kStagesQ = kStagesQ_, kStagesK = 2, kStagesV = kStagesV_;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kSlices = kBlockM / 64;  // of the queries, where packs of heads divide 64
+  // Nodes that may share a query tile, a slice at least for each. Not tried with two slices.
+  static constexpr int kSiblings = kSlices == kMostSiblings ? kSlices : 1;
   using Registers = RegisterShare<kConsumers>;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
@@ -44,7 +47,8 @@ struct ForwardTiles {
   static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   // The block aligns its tiles to 1024 bytes itself.
   static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
-  static_assert(kSharedBytes + 1088 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+  // Steps and items take the rest.
+  static_assert(kSharedBytes + (kSiblings > 1 ? 1536 : 1088) <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
   static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
                 "setmaxnreg would wait for ever");
 };
@@ -210,7 +214,7 @@ struct BackwardDqTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
   static constexpr int kStagesQ = kStagesQ_, kStagesK = kStagesK_, kStagesV = kStagesV_;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup, kBlockM = 64 * kConsumers / kSharers;
-  static constexpr int kSlices = 1;
+  static constexpr int kSlices = 1, kSiblings = 1;
   static constexpr bool kPacksHeads = kSharers == 1;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
@@ -282,6 +286,7 @@ constexpr KernelTraits forward_traits() {
   KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>()};
   static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
   if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>();
+  traits.siblings = Config::kSiblings;
   return traits;
 }
 

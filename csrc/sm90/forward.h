@@ -10,6 +10,8 @@
 // finish theirs.
 #pragma once
 
+#include <type_traits>
+
 #include "core/border_tiles.h"
 #include "sm90/config.h"
 #include "sm90/maps.h"
@@ -69,7 +71,8 @@ struct ForwardProducer {
   ForwardSteps<Config>& steps;
   const ForwardBorders borders{steps.slabs};
 
-  __device__ __forceinline__ void walk(const QueryWork (&works)[kWorkSlots]) const {
+  template <class Block>
+  __device__ __forceinline__ void walk(const QueryWork<Block> (&works)[kWorkSlots]) const {
     // Queries of a warpgroup; with packs that do not divide 64 it may hold parts of two more.
     const int group = 63 / p.packed_heads + 2;
     walk_works<Config>(shared, works, steps.ring, PathWalk<ForwardBorders>{borders}, p.nodes, group, p.shape.sees);
@@ -102,6 +105,10 @@ struct ForwardProducer {
   }
 };
 
+// A block whose tiles may be of siblings has room for them.
+template <class Config>
+using ForwardBlock = std::conditional_t<(Config::kSiblings > 1), SiblingBlock<Config::kSiblings>, QueryBlock>;
+
 // Queries of a tile. A warpgroup's own 64 rows are a slice, unless a pack does not divide them.
 template <class Config>
 DUALKV_HD QueryTiling query_tiling(int packed_heads) {
@@ -117,6 +124,7 @@ struct ForwardConsumer {
   using TileV = typename Config::TileV;
   static constexpr int kSharers = Config::kSharers, kColumns = Config::kHeadDimV / kSharers;
   static constexpr int kBlockN = Config::kBlockN;
+  static constexpr bool kSiblings = Config::kSiblings > 1;
   using Softmax = OnlineSoftmax<1, 8>;
 
   const QueryShared<Config>& shared;
@@ -128,6 +136,7 @@ struct ForwardConsumer {
   const int group_row = group / kSharers * 64, group_column = group % kSharers * kColumns;
   const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row in the warpgroup's 64
   const int slice = query_tiling<Config>(p.packed_heads).slices > 1 ? group / kSharers : 0;
+  const int slice_bit = 1 << slice;
 
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
@@ -177,6 +186,18 @@ struct ForwardConsumer {
     k_state.advance();
   }
 
+  // Whether a step is the last of the walk, whether this warpgroup sees it, and whether it sees no
+  // step right after it.
+  __device__ __forceinline__ bool is_last(const KvStep& step) const {
+    return kSiblings ? step.last & slice_flags::kLast : step.last;
+  }
+  __device__ __forceinline__ bool is_hidden(const KvStep& step) const {
+    return kSiblings && step.last & slice_flags::hidden(slice_bit);
+  }
+  __device__ __forceinline__ bool ends(const KvStep& step) const {
+    return kSiblings ? step.last & slice_flags::ends(slice_bit) : step.last;
+  }
+
   // Key mask of the tile whose K was released last.
   __device__ __forceinline__ const KeyBits& key_bits() const {
     return steps.key_bits[k_state.previous().template place<2 * Config::kStagesK>()];
@@ -197,7 +218,8 @@ struct ForwardConsumer {
   }
 
   // Applies softcap and mask. `q_pos` is the position of this warpgroup's first query.
-  __device__ __forceinline__ void mask(const QueryBlock& work, const KvStep& step, int q_pos) {
+  template <class Work>
+  __device__ __forceinline__ void mask(const Work& work, const KvStep& step, int q_pos) {
     if constexpr (kSoftcap) cap_scores(s[0], p.shape.softcap);
     if (!needs_mask(step, q_pos)) return;
     const KvTile tile = step.tile;
@@ -234,75 +256,86 @@ struct ForwardConsumer {
     release_queries();
     for (bool last = false; !last;) {
       wait_k();
-      last = step().last;
+      last = is_last(step());
       skip_tile();
     }
   }
 
-  // Returns the first tile of which a query at or before `q_pos` sees a key, or the last of the
-  // walk.
+  // Returns the next tile of which a query at or before `q_pos` sees a key, or the last of the walk.
   __device__ __forceinline__ KvStep first_step(int q_pos) {
     while (true) {
       wait_k();
       const KvStep first = step();
-      if (first.last || sees_keys(first.tile, q_pos, p.shape.sees)) return first;
+      if (is_last(first) || (!is_hidden(first) && sees_keys(first.tile, q_pos, p.shape.sees))) return first;
       skip_tile();
     }
   }
 
-  __device__ __forceinline__ void attend(const QueryBlock& work) {
+  // The tiles that a warpgroup sees are neighbours on the walk, except where the keys of siblings
+  // stand between its own and those of the ancestors. Then the loop below ends and begins again, so
+  // that nothing in it knows of siblings.
+  template <class Work>
+  __device__ __forceinline__ void attend(const Work& work) {
     if (query_of(0) >= work.q_tile.rows) return skip_work();
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     const int q_pos = work.q_tile.q_pos + query_of(0);
     Softmax softmax;
     float rescale[1][2];
     wait_queries();
-    KvStep now = first_step(work.q_tile.q_pos + min_int(work.q_tile.rows - 1, query_of(63)));
-    issue_scores();
-    ptx::wgmma_wait<0>();
-    scores.take(s[0]);
-    release_k();
-    mask(work, now, q_pos);
-    softmax.raise_maximum(s, scale_log2, rescale);
-    softmax.exponentiate(s, scale_log2);
-    pack_probabilities();
-
     bool accumulate = false;
-    if (!now.last) wait_k();
-    while (!now.last) {
-      if (Config::kStagesV > 1) wait_v(now.tile.valid);
+    while (true) {
+      KvStep now = first_step(work.q_tile.q_pos + min_int(work.q_tile.rows - 1, query_of(63)));
       issue_scores();
-      if (Config::kStagesV == 1) wait_v(now.tile.valid);  // its only stage
-      issue_output(accumulate);
-      now = step();
-      accumulate = true;
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<0>();
       scores.take(s[0]);
       release_k();
       mask(work, now, q_pos);
       const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
+      if (!accumulate) rescale[0][0] = rescale[0][1] = 1.f;
       softmax.exponentiate(s, scale_log2, rescale);
-      ptx::pin(s[0]);
-      // Needed by the next scores. It is here because the compiler moves nothing across its loop:
-      // otherwise it moves the softmax after the wait for P V, and the two no longer overlap.
-      if (!now.last) wait_k();
+      if (accumulate && moved) scale_rows(o, rescale);
+      pack_probabilities();
+
+      if (!ends(now)) wait_k();
+      while (!ends(now)) {
+        if (Config::kStagesV > 1) wait_v(now.tile.valid);
+        issue_scores();
+        if (Config::kStagesV == 1) wait_v(now.tile.valid);  // its only stage
+        issue_output(accumulate);
+        now = step();
+        accumulate = true;
+        ptx::wgmma_wait<1>();
+        scores.take(s[0]);
+        release_k();
+        mask(work, now, q_pos);
+        const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
+        softmax.exponentiate(s, scale_log2, rescale);
+        ptx::pin(s[0]);
+        // Needed by the next scores. It is here because the compiler moves nothing across its loop:
+        // otherwise it moves the softmax after the wait for P V, and the two no longer overlap.
+        if (!ends(now)) wait_k();
+        ptx::wgmma_wait<0>();
+        ptx::pin(o[0]);
+        release_v();
+        if (moved) scale_rows(o, rescale);
+        pack_probabilities();
+      }
+      const bool is_over = is_last(now);
+      if (is_over) release_queries();
+      wait_v(now.tile.valid);
+      issue_output(accumulate);
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       release_v();
-      if (moved) scale_rows(o, rescale);
-      pack_probabilities();
+      if (is_over) break;
+      accumulate = true;
     }
-    release_queries();
-    wait_v(now.tile.valid);
-    issue_output(accumulate);
-    ptx::wgmma_wait<0>();
-    ptx::pin(o[0]);
-    release_v();
     store(work, softmax);
   }
 
   // Stores O straight from registers: staging in shared memory would delay the next item's Q.
-  __device__ __forceinline__ void store(const QueryBlock& work, Softmax& softmax) {
+  template <class Work>
+  __device__ __forceinline__ void store(const Work& work, Softmax& softmax) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = query_of(row0 + half * 8), head = work.head + head_of(row0 + half * 8);
@@ -321,7 +354,7 @@ struct ForwardConsumer {
 template <typename T, class Config, bool kSoftcap>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_forward(const __grid_constant__ ForwardParams<T> p, const __grid_constant__ ForwardMaps maps) {
-  __shared__ QueryWork works[kWorkSlots];
+  __shared__ QueryWork<ForwardBlock<Config>> works[kWorkSlots];
   __shared__ ForwardSteps<Config> steps;
   extern __shared__ uint8_t bytes[];
   const QueryShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
@@ -344,7 +377,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       using TileQ = typename Config::TileQ;
       const int queries = tiling.slice_queries();
       const int bytes = queries * tiling.heads * Config::kHeadDim * static_cast<int>(sizeof(T));
-      const auto load = [&](int stage, int slice, const PipelineBarrier& ready, const QueryBlock& work) {
+      const auto load = [&](int stage, int slice, const PipelineBarrier& ready, const ForwardBlock<Config>& block) {
+        const auto& work = block.of_slice(slice);
         ready.expect(bytes);
         load_tile<TileQ>(shared.q(stage) + slice * 64 * TileQ::kRowBytes, maps.q, ready.full(), work.head,
                          work.q_tile.row + slice * queries);
@@ -354,7 +388,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
     ForwardConsumer<T, Config, kSoftcap> consumer{shared, p, steps};
-    consume_works(shared, works, consumer.lane, [&](const QueryBlock& work) { consumer.attend(work); });
+    consume_works(shared, works, consumer.lane,
+                  [&](const ForwardBlock<Config>& block) { consumer.attend(block.of_slice(consumer.slice)); });
   }
 }
 

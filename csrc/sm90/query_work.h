@@ -80,8 +80,9 @@ struct QueryShared {
   static_assert((kPipelines + 1) * 16 <= kBarrierBytes, "room for barriers");
 };
 
+template <class Block>
 struct QueryWork {
-  QueryBlock block;
+  Block block;
   int valid;  // 0: end of the list
 };
 
@@ -96,18 +97,18 @@ struct WalkStep {
 // it, and loads the queries by load(stage, slice, barrier, block). An item is taken when the loader of K
 // has the first step of the previous one, no earlier: an item that waits could start on another
 // block. The end of the list is published as an invalid item.
-template <class Config, class Shared, class Params, class Load>
-__device__ __forceinline__ void hand_out_works(const Shared& shared, const Params& p, QueryWork (&works)[kWorkSlots],
-                                               QueryTiling tiling, Load load) {
+template <class Config, class Shared, class Params, class Block, class Load>
+__device__ __forceinline__ void hand_out_works(const Shared& shared, const Params& p,
+                                               QueryWork<Block> (&works)[kWorkSlots], QueryTiling tiling, Load load) {
   const int items = *p.work.count;
   int index = blockIdx.x;
   PipelineState<Config::kStagesQ> queries;
   PipelineState<1> begun;
   for (PipelineState<kWorkSlots> state;; state.advance()) {
     const PipelineBarrier ready = shared.work_ready(state.stage);
-    QueryWork& work = works[state.stage];
+    QueryWork<Block>& work = works[state.stage];
     ready.wait_empty(state.phase);
-    const bool exists = QueryBlock::exists(index, items, p.shape, tiling.heads);
+    const bool exists = Block::exists(index, items, p.shape, tiling.heads);
     work.valid = exists;
     if (exists) work.block.load(index, items, p.work, p.nodes, p.shape, tiling);
     ptx::mbarrier_arrive(ready.full());
@@ -125,8 +126,9 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
 }
 
 // Calls body(block, barrier of its slot) for every item of the list.
-template <class Shared, class Body>
-__device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[kWorkSlots], Body body) {
+template <class Shared, class Block, class Body>
+__device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork<Block> (&works)[kWorkSlots],
+                                              Body body) {
   for (PipelineState<kWorkSlots> state;; state.advance()) {
     const PipelineBarrier ready = shared.work_ready(state.stage);
     ready.wait_full(state.phase);
@@ -135,10 +137,27 @@ __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryW
   }
 }
 
-// Walker thread: publishes the steps of every item's walk, then their end. `group` as for
-// PathWalk::step.
-template <class Config, class Shared, class Walk>
-__device__ __forceinline__ void walk_works(const Shared& shared, const QueryWork (&works)[kWorkSlots],
+// Publishes the steps of an item's walk. `group` as for PathWalk::step.
+template <class Walk, class Publish>
+__device__ __forceinline__ void walk_work(const QueryBlock& work, Walk& walk, const NodeTable& nodes, int block_n,
+                                          int group, Visibility sees, Publish publish) {
+  walk.start(nodes, work.node, work.q_tile, block_n, sees);
+  while (true) {
+    const KvStep step = walk.step(nodes, block_n, group, sees);
+    publish(step);
+    if (step.last) return;
+    walk.next(nodes, block_n, sees);
+  }
+}
+template <int kSlices, class Walk, class Publish>
+__device__ __forceinline__ void walk_work(const SiblingBlock<kSlices>& work, Walk& walk, const NodeTable& nodes,
+                                          int block_n, int group, Visibility sees, Publish publish) {
+  walk_siblings(work.tile, walk, nodes, block_n, group, sees, publish);
+}
+
+// Walker thread: publishes the steps of all items, then their end.
+template <class Config, class Shared, class Block, class Walk>
+__device__ __forceinline__ void walk_works(const Shared& shared, const QueryWork<Block> (&works)[kWorkSlots],
                                            WalkStep (&ring)[kWalkSlots], Walk walk, const NodeTable& nodes, int group,
                                            Visibility sees) {
   PipelineState<kWalkSlots> state;
@@ -149,14 +168,9 @@ __device__ __forceinline__ void walk_works(const Shared& shared, const QueryWork
     ptx::mbarrier_arrive(ready.full());
     state.advance();
   };
-  for_each_work(shared, works, [&](const QueryBlock& work, const PipelineBarrier&) {
-    walk.start(nodes, work.node, work.q_tile, Config::kBlockN, sees);
-    while (true) {
-      const KvStep step = walk.step(nodes, Config::kBlockN, group, sees);
-      publish({step, work.kv_head, 1});
-      if (step.last) return;
-      walk.next(nodes, Config::kBlockN, sees);
-    }
+  for_each_work(shared, works, [&](const Block& work, const PipelineBarrier&) {
+    walk_work(work, walk, nodes, Config::kBlockN, group, sees,
+              [&](const KvStep& step) { publish({step, work.kv_head, 1}); });
   });
   publish({});
   ptx::exit_thread();
@@ -191,7 +205,7 @@ __device__ __forceinline__ void load_keys(const Shared& shared, const WalkStep (
     load(state, shared.k(state.stage), ready.full(), step.tile, kv_head);
     steps[state.stage] = step;
     ready.expect(Config::TileK::kBytes);
-    begins = step.last;
+    begins = Config::kSiblings > 1 ? step.last & slice_flags::kLast : step.last;
     state.advance();
   });
   ptx::exit_thread();
@@ -214,10 +228,10 @@ __device__ __forceinline__ void load_values(const Shared& shared, const WalkStep
 }
 
 // Consumer warps: call attend(block) for every item.
-template <class Shared, class Attend>
-__device__ __forceinline__ void consume_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], int lane,
-                                              Attend attend) {
-  for_each_work(shared, works, [&](const QueryBlock& block, const PipelineBarrier& ready) {
+template <class Shared, class Block, class Attend>
+__device__ __forceinline__ void consume_works(const Shared& shared, const QueryWork<Block> (&works)[kWorkSlots],
+                                              int lane, Attend attend) {
+  for_each_work(shared, works, [&](const Block& block, const PipelineBarrier& ready) {
     attend(block);
     ready.release(lane);
   });
