@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -85,13 +86,16 @@ inline Gpu gpu_named(const char* argument, const std::string& name) {
   }
 }
 
-// What the policy sees of the card: DUALKV_GPU names another one, and DUALKV_MAX_SHARED_BYTES
-// grants a block no more shared memory, so that tests of any GPU can take the choices of all.
+// What the policy sees of the card: DUALKV_GPU names another one, DUALKV_MAX_SHARED_BYTES grants a
+// block no more shared memory, and DUALKV_MAX_SMS leaves it no more multiprocessors, so that tests
+// of any GPU can take the choices of all.
 inline Gpu seen_by_policy(Gpu gpu) {
   const char* const name = std::getenv("DUALKV_GPU");
   if (name && *name) gpu = gpu_named("DUALKV_GPU", name);
   const char* const bytes = std::getenv("DUALKV_MAX_SHARED_BYTES");
   if (bytes) gpu.shared_bytes = std::min(gpu.shared_bytes, std::atoi(bytes));
+  const char* const sms = std::getenv("DUALKV_MAX_SMS");
+  if (sms) gpu.num_sms = std::min(gpu.num_sms, std::max(std::atoi(sms), 1));
   return gpu;
 }
 

@@ -60,6 +60,7 @@ inline std::vector<Explained> explain(const Gpu& gpu, const ForwardPlan& forward
                      " multiprocessors, " + std::to_string(bandwidth) + " GB/s"});
   all.push_back({"family", name_of(backward.kernel.arch), describe(backward.kernel.family_why)});
   add_kernel(all, "forward", forward_name(forward), forward.kernel, forward.pack);
+  all.push_back({"forward nodes", std::to_string(forward.siblings), describe(forward.siblings_why)});
   add_kernel(all, "backward", backward_name(backward), backward.kernel, backward.kernel.pack.heads());
   all.push_back({"dq", describe(backward.sums), describe(backward.sums_why)});
   if (backward.sums == DqSums::none) {

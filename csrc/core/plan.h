@@ -49,10 +49,9 @@ struct KernelChoice {
 struct ForwardPlan {
   KernelChoice kernel;
   int pack = 1;  // query heads that share a tile: any number
-  // Nodes that may share a query tile, in slices, where there are so many tiles of each pack.
-  int siblings = 1;
-  int least_tiles = 0;
-  Why siblings_why{"this kernel divides no query tiles among nodes"};
+  int siblings = 1;     // the most nodes that share a query tile
+  int least_tiles = 0;  // they share one where a pack of heads has so many tiles
+  Why siblings_why{"query tiles of this kernel are of one node"};
 };
 
 // How a backward makes dQ: in its own kernel, or summed beside dK and dV in whatever order blocks
@@ -91,15 +90,18 @@ inline std::string describe_built(const std::vector<KernelTraits>& kernels, Arch
   return text.empty() ? "none" : text;
 }
 
-// A shared tile takes about twice as long as one of its slices alone, so that with fewer tiles than
-// two for every multiprocessor a block would end later.
+// A shared tile takes about twice as long as one of its slices alone, so that a list of fewer tiles
+// than two for every multiprocessor would end later.
 inline void choose_siblings(ForwardPlan& plan, const KernelTraits& kernel, const Call& call, const Gpu& gpu) {
   constexpr int kSliceRows = 64, kTilesPerSm = 2;
   if (kernel.siblings == 1) return;
-  plan.siblings_why = {"slices of 64 rows divide by packs of", plan.pack, "heads: rows left over", kSliceRows % plan.pack};
+  plan.siblings_why = {"a slice of 64 rows is no whole number of packs: rows left over", kSliceRows % plan.pack, "of",
+                       kSliceRows};
   if (kSliceRows % plan.pack > 0) return;
   plan.siblings = kernel.siblings;
   plan.least_tiles = ceil_div(kTilesPerSm * gpu.num_sms, call.num_heads / plan.pack);
+  plan.siblings_why = {"the last slices of siblings join where a pack of heads has as many tiles:", plan.least_tiles,
+                       "of", kernel.tiles.block_m / plan.pack};
 }
 
 // What is wrong where no kernel of a family holds head dims.

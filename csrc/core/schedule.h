@@ -24,7 +24,7 @@
 
 namespace dualkv {
 
-// A query tile of one node, or of siblings; every query head, or pack of heads, takes the same list.
+// A query tile of one node or of siblings; every query head, or pack of heads, takes the same list.
 struct ForwardItem {
   int node;
   int m_block;  // negative: the last rows of the node and those of siblings (core/siblings.h)

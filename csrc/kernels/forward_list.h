@@ -14,9 +14,10 @@ __device__ inline int place_of_bit(unsigned bits, int index) {
   return __ffs(bits) - 1;
 }
 
-// What becomes of the last tile of the node of a lane: 0: it stays alone; kTakenTile; or the code of
-// the siblings that join it. `ones` and `twos`: siblings whose last tiles have one slice, or two. Two
-// join one, first come, first served, and ones that are left over join each other by threes.
+// What becomes of the last tile of a lane's node. 0: it stays alone; kTakenTile; or the code of the
+// siblings that join it. `ones` and `twos`: siblings whose last tiles have one slice, or two. A two
+// joins a one, in the order of the table, and ones that are left over join by threes. Two twos stay
+// alone: one and a third of a tile are no less work.
 __device__ inline int join_siblings(int lane, unsigned ones, unsigned twos) {
   const unsigned own = 1u << lane;
   if (!((ones | twos) & own)) return 0;
@@ -27,7 +28,7 @@ __device__ inline int join_siblings(int lane, unsigned ones, unsigned twos) {
     return other < lane ? kTakenTile : siblings_code(other - lane, 0);
   }
   if (twos & own) return 0;
-  if ((index - pairs) % 3 > 0) return kTakenTile;
+  if ((index - pairs) % kMostSiblings > 0) return kTakenTile;
   const int behind = __popc(ones & ~own & ~(own - 1));
   if (behind == 0) return 0;
   return siblings_code(place_of_bit(ones, index + 1) - lane, behind > 1 ? place_of_bit(ones, index + 2) - lane : 0);

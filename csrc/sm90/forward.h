@@ -186,8 +186,8 @@ struct ForwardConsumer {
     k_state.advance();
   }
 
-  // Whether a step is the last of the walk, whether this warpgroup sees it, and whether it sees no
-  // step right after it.
+  // Whether a step is the last of the walk, whether this warpgroup does not see it, and whether it
+  // does not see the next one.
   __device__ __forceinline__ bool is_last(const KvStep& step) const {
     return kSiblings ? step.last & slice_flags::kLast : step.last;
   }
@@ -261,7 +261,7 @@ struct ForwardConsumer {
     }
   }
 
-  // Returns the next tile of which a query at or before `q_pos` sees a key, or the last of the walk.
+  // Returns the next tile of which a query up to `q_pos` sees a key, or the last one of the walk.
   __device__ __forceinline__ KvStep first_step(int q_pos) {
     while (true) {
       wait_k();
@@ -290,7 +290,7 @@ struct ForwardConsumer {
       scores.take(s[0]);
       release_k();
       mask(work, now, q_pos);
-      const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
+      bool moved = softmax.raise_maximum(s, scale_log2, rescale);
       if (!accumulate) rescale[0][0] = rescale[0][1] = 1.f;
       softmax.exponentiate(s, scale_log2, rescale);
       if (accumulate && moved) scale_rows(o, rescale);
@@ -308,7 +308,7 @@ struct ForwardConsumer {
         scores.take(s[0]);
         release_k();
         mask(work, now, q_pos);
-        const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
+        moved = softmax.raise_maximum(s, scale_log2, rescale);
         softmax.exponentiate(s, scale_log2, rescale);
         ptx::pin(s[0]);
         // Needed by the next scores. It is here because the compiler moves nothing across its loop:

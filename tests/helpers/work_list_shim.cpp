@@ -2,6 +2,10 @@
 // The blocks that build work lists and tables of nodes, run on the host.
 #include "shim_problem.h"
 
+#include <algorithm>
+#include <vector>
+
+#include "core/border_tiles.h"
 #include "core/dq_semaphore.h"
 #include "kernels/backward_list.h"
 #include "kernels/clear_rows.h"
@@ -9,6 +13,70 @@
 #include "kernels/node_tables.h"
 
 using namespace dualkv;
+
+namespace {
+
+constexpr int kSlabRows = 4;
+using Gathering = PathWalk<BorderTiles<kSlabRows>>;
+
+// What a step shows: the slabs of a border tile, or the tile.
+std::vector<int> shown(const Gathering& walk, const KvStep& step, int block_n) {
+  const KvTile& tile = step.tile;
+  std::vector<int> all{static_cast<int>(tile.region), tile.valid, step.full_pos, static_cast<int>(step.full_span)};
+  if (tile.region != Region::borders) {
+    all.insert(all.end(), {tile.row, tile.kv_pos});
+    return all;
+  }
+  for (int slab = 0; slab < block_n / kSlabRows; ++slab) {
+    const BorderSlab& one = walk.borders.at(tile.row + slab);
+    all.insert(all.end(), {one.row, one.keys});
+  }
+  return all;
+}
+
+// A step of the walk of an item, and what its slices are told.
+struct ToldStep {
+  std::vector<int> shown;
+  int flags;
+};
+
+using ForwardTile = SiblingTile<kMostSiblings>;
+
+std::vector<ToldStep> walk_of_item(const Problem& p, const ForwardTile& tile, Gathering& walk) {
+  std::vector<ToldStep> steps;
+  walk_siblings(tile, walk, p.table(), p.block_n, p.block_m, p.sees(), [&](const KvStep& step) {
+    steps.push_back({shown(walk, step, p.block_n), step.last});
+  });
+  return steps;
+}
+
+// Whether a slice meets the tiles that it meets in a query tile of its node alone, and is told where they are
+// interrupted: neither too late nor, unless keys of other siblings may come, too early.
+bool meets_its_tiles(const Problem& p, const std::vector<ToldStep>& steps, int slice, bool others_follow,
+                     const Node& node, const QueryTile& alone, Gathering& walk) {
+  const int bit = 1 << slice;
+  const auto is_seen = [&](const ToldStep& step) { return !(step.flags & slice_flags::hidden(bit)); };
+  size_t next = 0;
+  const auto skip = [&] {
+    while (next < steps.size() && !is_seen(steps[next])) ++next;
+  };
+  walk.start(p.table(), node, alone, p.block_n, p.sees());
+  while (true) {
+    const KvStep step = walk.step(p.table(), p.block_n, p.block_m, p.sees());
+    skip();
+    if (next == steps.size() || steps[next].shown != shown(walk, step, p.block_n)) return false;
+    const bool is_last = steps[next].flags & slice_flags::kLast;
+    const bool ends = steps[next].flags & slice_flags::ends(bit), goes_on = !is_last && is_seen(steps[next + 1]);
+    if (is_last != (next + 1 == steps.size()) || is_last != static_cast<bool>(step.last)) return false;
+    if (!ends && !goes_on) return false;
+    if (ends && goes_on && !others_follow) return false;
+    ++next;
+    if (step.last) return true;
+    walk.next(p.table(), p.block_n, p.sees());
+  }
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -94,26 +162,54 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   return count;
 }
 
-// Fills items (node, m_block), their costs and the KV tiles that they visit; returns their number.
-int build_forward(const Problem* p, ForwardItem* items, int* costs, int* tiles) {
-  std::vector<int> offsets(p->num_nodes + 1);
+// Fills items (node, m_block), their costs and the KV tiles that they visit; returns their number. `slice_queries`: of
+// siblings that share tiles where there are as many as `least_tiles`.
+int build_forward(const Problem* p, int slice_queries, int least_tiles, ForwardItem* items, int* costs, int* tiles) {
+  std::vector<int> offsets(p->num_nodes + 1), last_tiles(p->num_nodes);
   int counters[2] = {-1, -1};
   ForwardListArgs args{};
   args.nodes = p->table();
   args.block_m = p->block_m, args.block_n = p->block_n, args.sees = p->sees();
   args.capacity = forward_capacity(args.nodes, p->block_m);
+  args.slice_queries = slice_queries, args.least_tiles = least_tiles, args.last_tiles = last_tiles.data();
   args.tile_offsets = offsets.data(), args.items = items, args.count = counters, args.next = counters + 1;
   host_cuda::run_block(kListThreads, [&] { build_forward_list(args); });
   for (int i = 0; i < counters[0]; ++i) {
-    const Node node = args.nodes.node(items[i].node);
-    costs[i] = forward_cost(node, items[i].m_block, p->block_m, p->block_n, p->sees());
+    costs[i] = forward_cost(args.nodes, items[i], p->block_m, p->block_n, p->sees());
+    ForwardTile tile;
+    tile.load(items[i], args.nodes, {p->block_m, 1, slice_queries > 0 ? kMostSiblings : 1}, 0);
     PathWalk<> walk;
-    walk.start(args.nodes, node, query_tile(node, items[i].m_block, p->block_m), p->block_n, p->sees());
-    for (tiles[i] = 1; !walk.step(args.nodes, p->block_n, p->block_m, p->sees()).last; ++tiles[i]) {
-      walk.next(args.nodes, p->block_n, p->sees());
-    }
+    tiles[i] = 0;
+    walk_siblings(tile, walk, args.nodes, p->block_n, p->block_m, p->sees(), [&](const KvStep&) { ++tiles[i]; });
   }
   return counters[1] == 0 ? counters[0] : -1;
+}
+
+// Adds to `rows` how many slices have each row of the queries. Returns how many slices meet other tiles than in a tile
+// of their node alone; one walk takes all items, as that of a persistent block does.
+int check_slices(const Problem* p, int slice_queries, const ForwardItem* items, int count, int* rows) {
+  BorderSlab slabs[2][BorderTiles<kSlabRows>::kPlaces];
+  Gathering walk{{slabs[0]}}, other{{slabs[1]}};
+  int wrong = 0;
+  for (int i = 0; i < count; ++i) {
+    ForwardTile tile;
+    tile.load(items[i], p->table(), {p->block_m, 1, kMostSiblings}, 0);
+    const std::vector<ToldStep> steps = walk_of_item(*p, tile, walk);
+    for (int sibling = 0; sibling < tile.siblings; ++sibling) {
+      const Node& node = tile.nodes[sibling];
+      const QueryTile alone = sibling_tile(items[i], node, p->block_m);
+      for (int slice = 0; slice < kMostSiblings; ++slice) {
+        if (!(tile.slices_of(sibling) >> slice & 1)) continue;
+        const QueryTile& q = tile.slices[slice].q_tile;
+        const int first = slice * slice_queries, end = std::min(first + slice_queries, q.rows);
+        if (first >= end) continue;  // no queries
+        wrong += q.q_pos - q.row != alone.q_pos - alone.row || q.row + q.rows != alone.row + alone.rows;
+        for (int query = first; query < end; ++query) ++rows[q.row + query];
+        wrong += !meets_its_tiles(*p, steps, slice, sibling + 1 < tile.siblings, node, alone, other);
+      }
+    }
+  }
+  return wrong;
 }
 
 // Adds to `cleared` how many threads clear each row of the queries or, otherwise, of the keys.

@@ -38,7 +38,7 @@ class Backward(NamedTuple):
 
 
 class Forward(NamedTuple):
-    items: Ints  # (items, 2): node, query tile
+    items: Ints  # (items, 2): node, query tile or, negative, what stands for its siblings
     costs: Ints  # in KV tiles, as the list takes them
     tiles: Ints  # KV tiles that they visit
 
@@ -103,9 +103,10 @@ def are_over(shim: ctypes.CDLL, step: Step, block_m: int, done: NDArray[np.uint6
     return over.tolist()
 
 
-def forward_list(shim: ctypes.CDLL, problem: Problem) -> Forward:
+def forward_list(shim: ctypes.CDLL, problem: Problem, slice_queries: int = 0, least_tiles: int = 0) -> Forward:
+    """With `slice_queries`, siblings share tiles."""
     most = capacities(shim, problem).forward
     arrays = [np.full((most + 8, 2), UNTOUCHED, np.int32), *(np.zeros(most + 8, np.int32) for _ in range(2))]
-    count = shim.build_forward(ctypes.byref(problem), *pointers(*arrays))
+    count = shim.build_forward(ctypes.byref(problem), slice_queries, least_tiles, *pointers(*arrays))
     assert (arrays[0][most:] == UNTOUCHED).all()
     return Forward(*(array[:count] for array in arrays))

@@ -307,6 +307,24 @@ def test_other_cards_run_the_portable_kernels() -> None:
         assert (made.gpu, made.family, made.forward) == ("a100", "sm80", portable.forward)
 
 
+def nodes_of_a_tile(**changes: int) -> tuple[str, str]:
+    """The most nodes that share a query tile of the forward, and why."""
+    made = plan(shapes()["28 x 4K x 2K"]._replace(**changes), "h200")
+    return next((one.value, one.why) for one in made.choices if one.name == "forward nodes")
+
+
+def test_siblings_share_tiles_in_whole_packs() -> None:
+    """On 132 multiprocessors, with 8, 32 and 4 packs."""
+    assert nodes_of_a_tile() == (
+        "3",
+        "the last slices of siblings join where a pack of heads has as many tiles: 33 of 48",
+    )
+    assert nodes_of_a_tile(kv_heads=32)[1].endswith(" 9 of 192")
+    assert nodes_of_a_tile(heads=64, kv_heads=4)[1].endswith(" 66 of 12")
+    assert nodes_of_a_tile(heads=28, kv_heads=4)[0] == "1"
+    assert nodes_of_a_tile(head_dim=256)[0] == nodes_of_a_tile(portable=1)[0] == "1"
+
+
 def test_small_blocks_have_compact_tiles() -> None:
     full, compact = (plan(Shape(head_dim=256), "a100", shared_bytes=kilobytes << 10) for kilobytes in (163, 99))
     assert compact.backward.block_m < full.backward.block_m

@@ -20,7 +20,19 @@ from launches import (
 from shared_prompts import GROUPS, inputs_of, layout_of, two_calls
 from torch import Tensor
 from tree_cases import Tree, offsets_and_parents, path_to, paths_of
-from tree_runs import ALL, MANY_KEYS, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, run
+from tree_runs import (
+    ALL,
+    MANY_KEYS,
+    PAD,
+    TREES,
+    Variant,
+    check_accuracy,
+    check_errors,
+    data,
+    exact,
+    run,
+    run_forward,
+)
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, shared_prompt_attention
 
@@ -178,6 +190,43 @@ def test_nan_in_a_node_of_narrow_tiles(kernels: str, name: str, head_dim: int, h
     with counted_launches() as counts:
         check_nan(TREES[name], narrow(name, head_dim, heads), mean_keys=1)
     assert "dualkv_sm90_backward_dq_narrow" in counts
+
+
+# Ragged siblings below turns whose borders share tiles, and below one of them; some see many keys of their own.
+SIBLINGS: Tree = (
+    [150, 30, 45, 5, 17, 33, 64, 16, 80, 1, 47, 0, 20, 9, 3, 12, 40, 8, 130, 4, 25],
+    [-1, 0, 1, *[2] * 11, *[13] * 4, 2, 2, 2],
+)
+# With packs that divide a slice, and one that does not.
+of_siblings = pytest.mark.parametrize(
+    "options", [*PACKED, PACKED[0] | {"heads": (2, 2)}, PACKED[-1] | {"heads": (2, 1)}], ids=id_of
+)
+
+
+@of_siblings
+@pytest.mark.parametrize(
+    "variant", [ALL, Variant(softcap=30.0), Variant(causal=False), Variant(300), Variant(60)], ids=str
+)
+@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
+def test_siblings_that_share_tiles_keep_their_bits(
+    kernels: str, variant: Variant, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share none where there are too few tiles for the card."""
+    layout, inputs = data(SIBLINGS, **options)
+    expected = run_forward(inputs, layout.nodes, variant)
+    monkeypatch.setenv("DUALKV_MAX_SMS", "1")
+    found = run_forward(inputs, layout.nodes, variant)
+    for key in ("out", "lse"):
+        oracle.assert_bits_equal(key, found[key], expected[key])
+
+
+@pytest.mark.parametrize("options", PACKED[1::3], ids=id_of)
+@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
+def test_nan_stays_out_of_siblings_that_share_tiles(
+    kernels: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUALKV_MAX_SMS", "1")
+    check_nan(SIBLINGS, options)
 
 
 @configurations

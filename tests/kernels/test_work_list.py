@@ -21,7 +21,7 @@ from node_tables import (
     tree_tables,
 )
 from shapes import spine
-from work_lists import Backward, Step, Tile, are_over, backward_list, capacities, forward_list, walk_of
+from work_lists import Backward, Step, Tile, are_over, backward_list, capacities, forward_list, pointers, walk_of
 
 shim = shim_fixture("work_list")
 
@@ -291,6 +291,96 @@ def test_forward_items_come_longest_first(shim: ctypes.CDLL) -> None:
         assert len(made.items) == len(expected) and set(map(tuple, made.items.tolist())) == expected
         assert (made.costs >= 1).all() and sorted(made.costs.tolist(), reverse=True) == made.costs.tolist()
         assert (made.tiles >= made.costs).all(), "a path has a partial tile for each of its nodes"
+
+
+def siblings_of(item: tuple[int, int]) -> list[int]:
+    """The nodes that share an item's tile."""
+    node, tile = item
+    return [node] if tile >= 0 else [node, *(node + d for d in (~tile & 31, ~tile >> 5) if d)]
+
+
+def check_siblings(shim: ctypes.CDLL, tables: Tables, problem: Problem, slice_queries: int) -> list[list[int]]:
+    """Every row in one slice, which meets the tiles that it meets in a query tile of its node alone."""
+    made = forward_list(shim, problem, slice_queries)
+    assert made.costs.tolist() == sorted(made.costs.tolist(), reverse=True) and (made.tiles >= made.costs).all()
+    rows = np.zeros(tables.q_rows, np.int32)
+    items = np.ascontiguousarray(made.items)
+    assert shim.check_slices(ctypes.byref(problem), slice_queries, *pointers(items), len(items), *pointers(rows)) == 0
+    owned = np.zeros(tables.q_rows, np.int32)
+    for begin, length in tables.nodes[:, :2].tolist():
+        owned[begin : begin + length] += 1
+    assert rows.tolist() == owned.tolist()
+    groups = [siblings_of(item) for item in map(tuple, made.items.tolist())]
+    return sorted(nodes for nodes in groups if len(nodes) > 1)
+
+
+def test_siblings_share_tiles(shim: ctypes.CDLL) -> None:
+    """Slices of 16 queries: two join one, and ones that are left over join by threes."""
+    lengths = [400, 32, 16, 20, 7, 90, 48, 96, 16, 1, 130, 17]
+    tables = tree_tables(lengths, [-1] + [0] * 11)
+    problem = tables.problem(True, (48, 16))
+    groups = check_siblings(shim, tables, problem, 16)
+    assert groups == [[1, 2], [3, 4], [8, 11]]
+    ones = tree_tables([400] + [10] * 8, [-1] + [0] * 8)
+    assert check_siblings(shim, ones, ones.problem(True, (48, 16)), 16) == [[1, 2, 3], [4, 5, 6], [7, 8]]
+    assert check_siblings(shim, ones, ones.problem(True, (48, 16), window=409), 16) == [[1, 2, 3], [4, 5, 6], [7, 8]]
+    assert check_siblings(shim, ones, ones.problem(True, (48, 16), window=408), 16) == []
+    few = forward_list(shim, ones.problem(True, (48, 16)), 16, least_tiles=18).items
+    assert len(few) == 17 and (few >= 0).all(), "fewer tiles than would fill the card"
+    assert len(forward_list(shim, ones.problem(True, (48, 16)), 16, least_tiles=17).items) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "parents"),
+    [
+        ("roots", [10] * 9, [-1] * 9),
+        ("a chain", [100] + [10] * 9, range(-1, 9)),
+        ("full tiles", [400] + [96] * 6, [-1] + [0] * 6),
+        ("three slices", [400] + [33] * 6, [-1] + [0] * 6),
+        ("keys of their own", [100] + [52] * 6, [-1] + [0] * 6),
+        ("cousins", [200, 60, 10, 60, 10, 60, 10], [-1, 0, 1, 0, 3, 0, 5]),
+        ("no rows", [400] + [0] * 5 + [10], [-1] + [0] * 6),
+    ],
+)
+def test_others_have_tiles_of_their_own(shim: ctypes.CDLL, name: str, lengths: list[int], parents: list[int]) -> None:
+    tables = tree_tables(lengths, list(parents))
+    joined = check_siblings(shim, tables, tables.problem(True, (48, 16)), 16)
+    assert joined == ([] if name != "cousins" else [[1, 3, 5]]), name
+
+
+def test_slices_of_siblings_meet_their_own_tiles(shim: ctypes.CDLL) -> None:
+    """Random prompts, trees, combs and hostile numbers, with borders and windows, causal or not."""
+    rng = np.random.default_rng(13)
+    joined = 0
+    for index in range(120):
+        parents = random_parents(rng, 80, (0.2, 0.5, 0.8)[index % 3])
+        lengths = rng.integers(0, 60, 80) * (rng.random(80) < 0.9)
+        tables = (
+            random_prompts(rng, 50),
+            tree_tables(lengths.tolist(), parents),
+            comb(int(rng.integers(20, 200)), rng.integers(1, 60, 20).tolist(), int(rng.integers(1, 60))),
+            random_tables(rng, (48, 16)),
+            tree_tables(
+                [*rng.integers(30, 60, 6).tolist(), *rng.integers(1, 70, 70).tolist()], [*range(-1, 5)] + [5] * 70
+            ),
+        )[index % 5]
+        slice_queries = int(rng.choice([1, 4, 16]))
+        window = (-1, -1, 150, 20)[index % 4]
+        problem = tables.problem(index % 7 > 0, (3 * slice_queries, 16), window=window)
+        joined += len(check_siblings(shim, tables, problem, slice_queries))
+    assert joined > 300
+
+
+def test_hostile_siblings_keep_to_their_arrays(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(14)
+    for _ in range(100):
+        problem = hostile_tables(rng).problem(
+            bool(rng.integers(0, 2)), (48, 16), window=int(rng.choice([-1, 30, 10000]))
+        )
+        made = forward_list(shim, problem, 16)
+        assert len(made.items) <= capacities(shim, problem).forward
+        nodes = [node for item in map(tuple, made.items.tolist()) for node in siblings_of(item)]
+        assert all(0 <= node < problem.num_nodes for node in nodes)
 
 
 def test_rows_of_no_node_are_cleared(shim: ctypes.CDLL) -> None:
