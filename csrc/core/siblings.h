@@ -31,13 +31,13 @@ struct SiblingRule {
     return sees.causal ? clamp_int(n.q_pos0 + n.q_len - n.kv_pos0, 0, n.kv_len) : n.kv_len;
   }
 
-  // Slices of a node's last tile that may join those of siblings, or 0. Its queries see all keys of
-  // the ancestors, and no window ends before them: the tiles of a walk begin where a window does.
-  // They see at most half as many keys of their own. Those are visited for one or two warpgroups
-  // alone, and with more the shared tile would take longer than a full one of the same node.
+  // Slices of a node's last tile, three of which fill it; 0 where siblings may not join them. Its
+  // queries see all keys of the ancestors, and no window ends before them: the tiles of a walk begin
+  // where a window does. They see at most half as many keys of their own. Those are visited for one
+  // or two warpgroups alone, and with more the shared tile would take longer than a full one.
   DUALKV_HD int slices(const Node& n) const {
     const int rest = n.q_len % queries;
-    if (rest == 0 || rest > (kMostSiblings - 1) * slice_queries || n.parent < 0 || !sees_ancestors(n)) return 0;
+    if (rest == 0 || n.parent < 0 || !sees_ancestors(n)) return 0;
     if (sees.first_key(n.q_pos0 + n.q_len - 1) > 0 || own_keys(n) > n.kv_pos0 / 2) return 0;
     return ceil_div(rest, slice_queries);
   }

@@ -211,8 +211,9 @@ of_siblings = pytest.mark.parametrize(
 def test_siblings_that_share_tiles_keep_their_bits(
     kernels: str, variant: Variant, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share none where there are too few tiles for the card."""
+    """They share none where there are too few tiles for the card. Scores move maxima, also behind siblings' keys."""
     layout, inputs = data(SIBLINGS, **options)
+    inputs = inputs._replace(q=inputs.q * 8)
     expected = run_forward(inputs, layout.nodes, variant)
     monkeypatch.setenv("DUALKV_MAX_SMS", "1")
     found = run_forward(inputs, layout.nodes, variant)
