@@ -87,7 +87,8 @@ struct QuerySlice {
   int head;
 };
 
-// A query tile of one node or of several siblings.
+// A query tile of one node or of several siblings. A thread writes it to shared memory while a
+// block waits for short walks, so that a tile of one node has one slice for all.
 template <int kSlices>
 struct SiblingTile {
   static constexpr int kAllSlices = (1 << kSlices) - 1;
@@ -96,8 +97,15 @@ struct SiblingTile {
   int siblings;
   QuerySlice slices[kSlices];
 
+  DUALKV_HD const QuerySlice& of_slice(int slice) const { return slices[siblings > 1 ? slice : 0]; }
+
   DUALKV_HD void load(const ForwardItem& item, const NodeTable& table, QueryTiling tiling, int head) {
     siblings = siblings_of(item);
+    if (siblings == 1) {
+      nodes[0] = table.node(item.node), begins[0] = 0;
+      slices[0] = {query_tile(nodes[0], item.m_block, tiling.queries), head};
+      return;
+    }
     int begin = 0;
 #pragma unroll 1
     for (int i = 0; i < siblings; ++i) {
@@ -120,33 +128,35 @@ struct SiblingTile {
   }
 };
 
-// Publishes the steps of a tile, with flags.
+// Publishes the steps of a tile, with flags: the own keys of all nodes, then those of the ancestors.
 template <int kSlices, class Walk, class Publish>
 DUALKV_HD void walk_siblings(const SiblingTile<kSlices>& tile, Walk& walk, const NodeTable& table, int block_n,
                              int group, Visibility sees, Publish publish) {
   using namespace slice_flags;
   constexpr int kAll = SiblingTile<kSlices>::kAllSlices;
+  const int final_node = tile.siblings - 1;
 #pragma unroll 1
-  for (int i = 0; i < tile.siblings; ++i) {
+  for (int i = 0; i < final_node; ++i) {
     const int own_slices = tile.slices_of(i);
-    const bool climbs = i + 1 == tile.siblings;
     walk.start_own(tile.nodes[i], tile.slices[tile.begins[i]].q_tile, block_n, sees);
-    int own_steps = walk.n_block + 1;
-    if (climbs) walk.climb(table, block_n, sees);
 #pragma unroll 1
-    for (; climbs || own_steps > 0; --own_steps) {
+    for (; walk.n_block >= 0; --walk.n_block) {
       KvStep step = walk.step(table, block_n, group, sees);
-      const bool is_last = step.last;
-      step.last = is_last ? kLast | ends(kAll) : !climbs && own_steps == 1 ? ends(own_slices) : 0;
-      if (own_steps > 0) step.last |= hidden(kAll & ~own_slices);
+      step.last = hidden(kAll & ~own_slices) | (walk.n_block == 0 ? ends(own_slices) : 0);
       publish(step);
-      if (is_last) return;
-      if (climbs) {
-        walk.next(table, block_n, sees);
-      } else {
-        --walk.n_block;
-      }
     }
+  }
+  const int others = kAll & ~tile.slices_of(final_node);
+  walk.start_own(tile.nodes[final_node], tile.slices[tile.begins[final_node]].q_tile, block_n, sees);
+  int own_steps = walk.n_block + 1;
+  walk.climb(table, block_n, sees);
+  while (true) {
+    KvStep step = walk.step(table, block_n, group, sees);
+    const bool is_last = step.last;
+    step.last = (is_last ? kLast | ends(kAll) : 0) | (own_steps-- > 0 ? hidden(others) : 0);
+    publish(step);
+    if (is_last) return;
+    walk.next(table, block_n, sees);
   }
 }
 

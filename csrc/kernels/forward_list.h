@@ -71,12 +71,24 @@ __device__ inline void build_forward_list(const ForwardListArgs& a) {
     const int code = joins && index + 1 == a.tile_offsets[node + 1] ? a.last_tiles[node] : 0;
     return ForwardItem{node, code < 0 ? code : index - a.tile_offsets[node]};
   };
+  struct Costed {
+    ForwardItem item;
+    int cost;
+  };
+  const auto costed_at = [&](int index) {
+    const ForwardItem item = item_at(index);
+    const bool is_taken = item.m_block == kTakenTile;
+    return Costed{item, is_taken ? 0 : forward_cost(a.nodes, item, a.block_m, a.block_n, a.sees)};
+  };
+  // A thread keeps its first item: to find one is a search in memory, and there are three passes.
+  const Costed first = threadIdx.x < tiles ? costed_at(threadIdx.x) : Costed{{0, kTakenTile}, 0};
   // Calls body(item, its cost) for every item.
   const auto for_each_item = [&](auto body) {
-    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
-      const ForwardItem item = item_at(i);
-      if (item.m_block != kTakenTile) body(item, forward_cost(a.nodes, item, a.block_m, a.block_n, a.sees));
-    }
+    const auto call = [&](const Costed& one) {
+      if (one.item.m_block != kTakenTile) body(one.item, one.cost);
+    };
+    call(first);
+    for (int i = threadIdx.x + kListThreads; i < tiles; i += kListThreads) call(costed_at(i));
   };
 
   block.bins[threadIdx.x] = 0;

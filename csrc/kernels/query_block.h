@@ -49,7 +49,7 @@ struct SiblingBlock {
     kv_head = head / shape.heads_per_group();
   }
 
-  __device__ __forceinline__ const QuerySlice& of_slice(int slice) const { return tile.slices[slice]; }
+  __device__ __forceinline__ const QuerySlice& of_slice(int slice) const { return tile.of_slice(slice); }
 };
 
 }  // namespace dualkv

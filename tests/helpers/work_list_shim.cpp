@@ -200,7 +200,7 @@ int check_slices(const Problem* p, int slice_queries, const ForwardItem* items, 
       const QueryTile alone = sibling_tile(items[i], node, p->block_m);
       for (int slice = 0; slice < kMostSiblings; ++slice) {
         if (!(tile.slices_of(sibling) >> slice & 1)) continue;
-        const QueryTile& q = tile.slices[slice].q_tile;
+        const QueryTile& q = tile.of_slice(slice).q_tile;
         const int first = slice * slice_queries, end = std::min(first + slice_queries, q.rows);
         if (first >= end) continue;  // no queries
         wrong += q.q_pos - q.row != alone.q_pos - alone.row || q.row + q.rows != alone.row + alone.rows;
