@@ -47,11 +47,15 @@ struct PagedRows {
             page * p.v.page_stride + at.row * p.v.row_stride};
   }
 
-  __device__ __forceinline__ void copy_k(uint32_t tile, const LocatedPages& at, int kv_head) const {
-    copy(tile, p.k, at.k, at.tile, kv_head);
+  // Of the keys of an item. Those of one that folds leave the L2 cache before its state does.
+  __device__ __forceinline__ static uint64_t policy_of(const DecodeItem& item) {
+    return item.folds > 0 ? ptx::evict_first() : ptx::evict_normally();
   }
-  __device__ __forceinline__ void copy_v(uint32_t tile, const LocatedPages& at, int kv_head) const {
-    copy(tile, p.v, at.v, at.tile, kv_head);
+  __device__ __forceinline__ void copy_k(uint32_t tile, const LocatedPages& at, int kv_head, uint64_t policy) const {
+    copy(tile, p.k, at.k, at.tile, kv_head, policy);
+  }
+  __device__ __forceinline__ void copy_v(uint32_t tile, const LocatedPages& at, int kv_head, uint64_t policy) const {
+    copy(tile, p.v, at.v, at.tile, kv_head, policy);
   }
 
   // Rows of q of the item's rows that the thread copies.
@@ -87,7 +91,7 @@ struct PagedRows {
   // scheduler issues 10 copies of a tile, and their latency was longer than that of memory. Rows of
   // a page after the last key are never read: the tile gets zeros for them.
   __device__ __forceinline__ void copy(uint32_t tile, const PagedTensor<const T>& from, int64_t offset,
-                                       const DecodeTile& keys, int kv_head) const {
+                                       const DecodeTile& keys, int kv_head, uint64_t policy) const {
     constexpr int kCopies = kPageRows / kRowsAtOnce;  // of a slab, by each thread
     const int first_row = row0 - keys.position % kPageRows;
     const T* const source = from.data + kv_head * from.head_stride + chunk * 8 + row0 * from.row_stride;
@@ -101,7 +105,8 @@ struct PagedRows {
       for (int i = 0; i < kCopies; ++i, row_source += kRowsAtOnce * from.row_stride) {
         const int row = first_row + slab * kPageRows + i * kRowsAtOnce;
         if (static_cast<unsigned>(row) >= TileKv::kRows) continue;
-        ptx::cp_async_16(places[i] + slab * (kPageRows * TileKv::kRowBytes), row_source, row < keys.valid);
+        ptx::cp_async_16(places[i] + slab * (kPageRows * TileKv::kRowBytes), row_source, row < keys.valid,
+                         policy);
       }
     }
   }

@@ -28,12 +28,12 @@ struct DecodeBlock {
 
   static __device__ __forceinline__ void meet() { __syncthreads(); }
 
-  __device__ __forceinline__ void start_k(const FetchedPages& at, int kv_head) const {
-    loads.copy_k(s_k, loads.locate(at), kv_head);
+  __device__ __forceinline__ void start_k(const FetchedPages& at, const DecodeItem& item, int kv_head) const {
+    loads.copy_k(s_k, loads.locate(at), kv_head, loads.policy_of(item));
     ptx::cp_async_commit();
   }
-  __device__ __forceinline__ void start_v(const FetchedPages& at, int kv_head) const {
-    loads.copy_v(s_v, loads.locate(at), kv_head);
+  __device__ __forceinline__ void start_v(const FetchedPages& at, const DecodeItem& item, int kv_head) const {
+    loads.copy_v(s_v, loads.locate(at), kv_head, loads.policy_of(item));
     ptx::cp_async_commit();
   }
 
@@ -48,7 +48,7 @@ struct DecodeBlock {
       loads.find_queries(item, queries);
       loads.copy_queries(s_q, item, kv_head, queries);
       now = loads.fetch(item.request, walk().tile(0));
-      start_k(now, kv_head);
+      start_k(now, item, kv_head);
     }
     rows.find(item, kv_head);
     OnlineSoftmax<1> softmax;
@@ -59,7 +59,7 @@ struct DecodeBlock {
       const bool last = step + 1 == tiles;
       ptx::cp_async_wait<0>();
       __syncthreads();  // K_n is loaded, and all warps are done with V_n-1
-      start_v(now, kv_head);
+      start_v(now, item, kv_head);
       FetchedPages next{};
       if (!last) next = loads.fetch(item.request, walk().tile(step + 1));
       float s[1][kBlockN / 8][4];
@@ -68,7 +68,7 @@ struct DecodeBlock {
       __syncthreads();  // V_n is loaded, and all warps are done with K_n
       if (!last) {
         now = next;
-        start_k(now, kv_head);
+        start_k(now, item, kv_head);
       }
       cap_scores(s, p.shape.softcap);
       rows.mask(s, item, walk().tile(step));

@@ -95,17 +95,17 @@ struct DecodeProducer {
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
 
-  __device__ __forceinline__ void load_k(const LocatedPages& at, int kv_head) {
+  __device__ __forceinline__ void load_k(const LocatedPages& at, int kv_head, uint64_t policy) {
     const PipelineBarrier ready = shared.k_ready(k_state.stage);
     ready.wait_empty(k_state.phase);
-    rows.copy_k(shared.k(k_state.stage), at, kv_head);
+    rows.copy_k(shared.k(k_state.stage), at, kv_head, policy);
     ptx::cp_async_arrive(ready.full());
     k_state.advance();
   }
-  __device__ __forceinline__ void load_v(const LocatedPages& at, int kv_head) {
+  __device__ __forceinline__ void load_v(const LocatedPages& at, int kv_head, uint64_t policy) {
     const PipelineBarrier ready = shared.v_ready(v_state.stage);
     ready.wait_empty(v_state.phase);
-    rows.copy_v(shared.v(v_state.stage), at, kv_head);
+    rows.copy_v(shared.v(v_state.stage), at, kv_head, policy);
     ptx::cp_async_arrive(ready.full());
     v_state.advance();
   }
@@ -124,17 +124,18 @@ struct DecodeProducer {
     const DecodeWalk walk(item, Config::kBlockN, p.shape.sees);
     const int tiles = walk.tiles();
     if (tiles == 0) return;
+    const uint64_t policy = rows.policy_of(item);
     FetchedPages next = rows.fetch(item.request, walk.tile(0));
     load_queries(item, kv_head);
     LocatedPages before{};
     for (int step = 0; step < tiles; ++step) {
       const LocatedPages now = rows.locate(next);
       if (step + 1 < tiles) next = rows.fetch(item.request, walk.tile(step + 1));
-      load_k(now, kv_head);
-      if (step > 0) load_v(before, kv_head);
+      load_k(now, kv_head, policy);
+      if (step > 0) load_v(before, kv_head, policy);
       before = now;
     }
-    load_v(before, kv_head);
+    load_v(before, kv_head, policy);
   }
 
   // The first thread takes items: the next one while the others still load. A split of an item that

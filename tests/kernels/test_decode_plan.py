@@ -44,10 +44,12 @@ def split_keys(split: int, head_dim: int) -> int:
 def test_random_forests(page_size: int, head_dim: int, split: int, heads: tuple[int, int]) -> None:
     """Each row meets the trainer's tiles in order, in its own pages; what may be shared is read once; steps follow.
 
-    With many KV heads few leaves keep a GPU busy, so that some fold.
+    With many KV heads few leaves keep a GPU busy, so that some fold, whose splits are short.
     """
     rng = np.random.default_rng(page_size + head_dim)
     columns, shared, folds = COLUMNS[page_size], 0, 0
+    if heads[1] == 64:
+        split = min(split, 1)
     for _ in range(6):
         requests, cache = random_tree(rng, page_size, 80 if head_dim == 128 else 128, columns)
         spare = int(rng.integers(0, 3))
@@ -60,7 +62,7 @@ def test_random_forests(page_size: int, head_dim: int, split: int, heads: tuple[
             folds += sum(item.folds > 0 for item in found.shared)
             requests = grown(rng, requests, cache, columns)
     assert shared > 20
-    assert folds > 20 or split == 0 or heads[1] < 64
+    assert folds > 3 or split == 0 or heads[1] < 64
 
 
 @sizes
@@ -103,17 +105,18 @@ def test_what_a_fork_shares() -> None:
 
 
 def test_leaves_fold_while_others_keep_the_gpu_busy() -> None:
-    """Which ones do depends on the tiles that come behind them in the list."""
-    lengths = [16, 8, 8, 8, 8, 8, 6, 4, 4, 4, 3, 2, 1]  # in tiles
+    """Which ones do depends on the tiles that come behind them in the list, and on their own splits."""
+    lengths = [16, 8, 8, 8, 8, 8, 6, *[4] * 12, 3, 2, 1]  # in tiles
     table = np.arange(16 * len(lengths)).reshape(-1, 16).tolist()
     requests = Requests(table, [128 * tiles for tiles in lengths], 128, 16 * len(lengths))
     limits = limits_for(requests, (64, 64), 64, split_keys=256)._replace(max_keys=16 * 128)
     found = Plan(limits, 16).update(requests)
     check_lists(requests, found, 1, 2)
     blocks = -(-2 * multiprocessors() // 64)  # of a KV head
-    folding = [index for index, tiles in enumerate(lengths) if sum(lengths[index + 1 :]) >= blocks * tiles]
+    busy = [index for index, tiles in enumerate(lengths) if sum(lengths[index + 1 :]) >= blocks * tiles]
+    folding = [index for index in busy if lengths[index] // 2 + 1 >= 4]
     assert [item.request for item in found.shared if item.folds] == folding
-    assert 0 < len(folding) < 10
+    assert 0 < len(folding) < len(busy) < 16
     for item in found.shared:
         assert item.folds in (0, lengths[item.request] // 2 + 1)  # the last split, behind the cut, is empty
 
