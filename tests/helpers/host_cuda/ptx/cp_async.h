@@ -26,7 +26,9 @@ inline void cp_async(uint32_t shared, const void* global, bool read, int bytes) 
 inline void cp_async_16(uint32_t shared, const void* global, bool read) { cp_async(shared, global, read, 16); }
 inline uint64_t evict_first() { return 1; }
 inline uint64_t evict_normally() { return 0; }
-inline void cp_async_16(uint32_t shared, const void* global, bool read, uint64_t) { cp_async(shared, global, read, 16); }
+inline void cp_async_16(uint32_t shared, const void* global, bool read, uint64_t) {
+  cp_async_16(shared, global, read);
+}
 inline void cp_async_4(uint32_t shared, const void* global, bool read) { cp_async(shared, global, read, 4); }
 
 inline void cp_async_commit() {
