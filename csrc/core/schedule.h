@@ -11,7 +11,7 @@
 // an item of its own:
 //
 //     prompt tile 0   |== part 2 ==|== part 1 ==|== part 0 ==|   each sums dK and dV into its fp32
-//     prompt tile 1     |= part 2 =|== part 1 ==|== part 0 ==|   slot; convert_dkv_context adds them
+//     prompt tile 1     |= part 2 =|== part 1 ==|== part 0 ==|   slot; convert_dkv_context sums
 //     response 0                  |--- tile 0 ---|               a whole tile writes its own dK, dV
 //                       queries ->
 //

@@ -32,9 +32,10 @@ struct SiblingRule {
   }
 
   // Slices of a node's last tile, three of which fill it; 0 where siblings may not join them. Its
-  // queries see all keys of the ancestors, and no window ends before them: the tiles of a walk begin
-  // where a window does. They see at most half as many keys of their own. Those are visited for one
-  // or two warpgroups alone, and with more the shared tile would take longer than a full one.
+  // queries see all keys of the ancestors, and no window ends before them: the tiles of a walk
+  // begin where a window does. They see at most half as many keys of their own. Those are visited
+  // for one or two warpgroups alone, and with more the shared tile would take longer than a full
+  // one.
   DUALKV_HD int slices(const Node& n) const {
     const int rest = n.q_len % queries;
     if (rest == 0 || n.parent < 0 || !sees_ancestors(n)) return 0;
@@ -128,7 +129,7 @@ struct SiblingTile {
   }
 };
 
-// Publishes the steps of a tile, with flags: the own keys of all nodes, then those of the ancestors.
+// Publishes the steps of a tile, with flags: the own keys of all nodes, then the ancestors'.
 template <int kSlices, class Walk, class Publish>
 DUALKV_HD void walk_siblings(const SiblingTile<kSlices>& tile, Walk& walk, const NodeTable& table, int block_n,
                              int group, Visibility sees, Publish publish) {

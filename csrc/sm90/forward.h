@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Hopper forward. One thread walks along the path of a query tile and two load its K and V tiles by
-// bulk copies; two or three consumer warpgroups of 64 query rows each multiply. At d = 512 two share
-// 64 rows, and each has half of the columns of O.
+// Hopper forward. One thread walks along the path of a query tile and two load its K and V tiles
+// by bulk copies; two or three consumer warpgroups of 64 query rows each multiply. At d = 512 two
+// share 64 rows, and each has half of the columns of O.
 //
 //   S = Q K^T;  P = exp(S - max);  O += P V        (online; O is normalised and rounded once)
 //

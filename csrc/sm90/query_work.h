@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Work scheduling of persistent blocks that own query tiles. Four threads of the first warpgroup feed
-// the consumers, each alone in its warp:
+// Work scheduling of persistent blocks that own query tiles. Four threads of the first warpgroup
+// feed the consumers, each alone in its warp:
 //
-//     scheduler  items of the list (three dependent reads) and their queries, during the item before
+//     scheduler  items of the list (three dependent reads), their queries, during the item before
 //     walker     the steps of an item's walk: KV tiles of its path; it reads nodes
 //     loaders    the copies of K of a step, and those of V
 //
-// Items pass in slots in shared memory, steps in a ring, each slot with a full and an empty barrier.
-// The walker is some steps ahead: to enter a node, and to gather tails, takes it 1000 to 2000 cycles,
-// as long as the products of a tile. One thread that walked and loaded came late at every node.
+// Items pass in slots in shared memory, steps in a ring, each slot with a full and an empty
+// barrier. The walker is some steps ahead: to enter a node, and to gather tails, takes it 1000 to
+// 2000 cycles, as long as the products of a tile. One thread that walked and loaded came late at
+// every node.
 #pragma once
 
 #include "kernels/query_block.h"
@@ -94,9 +95,9 @@ struct WalkStep {
 };
 
 // Scheduler thread. Writes items into one slot after the other, once the consumers have released
-// it, and loads the queries by load(stage, slice, barrier, block). An item is taken when the loader of K
-// has the first step of the previous one, no earlier: an item that waits could start on another
-// block. The end of the list is published as an invalid item.
+// it, and loads the queries by load(stage, slice, barrier, block). An item is taken when the loader
+// of K has the first step of the previous one, no earlier: an item that waits could start on
+// another block. The end of the list is published as an invalid item.
 template <class Config, class Shared, class Params, class Block, class Load>
 __device__ __forceinline__ void hand_out_works(const Shared& shared, const Params& p,
                                                QueryWork<Block> (&works)[kWorkSlots], QueryTiling tiling, Load load) {
