@@ -106,7 +106,7 @@ def test_what_a_fork_shares() -> None:
 
 def test_leaves_fold_while_others_keep_the_gpu_busy() -> None:
     """Which ones do depends on the tiles that come behind them in the list, and on their own splits."""
-    lengths = [16, 8, 8, 8, 8, 8, 6, *[4] * 12, 3, 2, 1]  # in tiles
+    lengths = [16, 8, 8, 8, 8, 8, 6, *[4] * 6, 3, 2, 1]  # in tiles
     table = np.arange(16 * len(lengths)).reshape(-1, 16).tolist()
     requests = Requests(table, [128 * tiles for tiles in lengths], 128, 16 * len(lengths))
     limits = limits_for(requests, (64, 64), 64, split_keys=256)._replace(max_keys=16 * 128)
