@@ -3,14 +3,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import MIXED, TOLERANCES, check_equal, check_gradients, dualkv, gradients, tiny_config, transformers
+from tiny_models import (
+    COMMON,
+    MIXED,
+    TOLERANCES,
+    check_equal,
+    check_gradients,
+    dualkv,
+    gradients,
+    tiny_config,
+    transformers,
+)
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError, pack_prefix_tree
+from flash_attn_dualkv.integrations.transformers.values import check_classifier
 
 PADDING = 0  # of the tiny configurations
 PROMPT = [*range(3, 30)]
@@ -126,3 +139,67 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = head_of("TokenClassification", classifier_dropout=0.3).train()
     with pytest.raises(SharedPromptError, match="dropout of dropout"):
         dualkv.shared_prompt_values(noisy, batch, batch.token_index)
+
+
+def _squash(model: Any) -> None:
+    """A subclass, as users write rewards of their own."""
+    stock = type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(self, *args, **kwargs)
+        output.logits = output.logits.tanh()
+        return output
+
+    model.__class__ = type("Squashed", (type(model),), {"forward": forward})
+
+
+def _wrap(model: Any) -> None:
+    """What patches a class names itself after the forward that it changes."""
+    _squash(model)
+    functools.update_wrapper(type(model).forward, type(model).__mro__[1].forward)
+
+
+@pytest.mark.parametrize("change", [_squash, _wrap])
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
+def test_a_forward_of_ones_own_is_refused(kind: str, change: Callable[[Any], None]) -> None:
+    """What it makes of the head's values is no part of a packed forward."""
+    model = head_of(kind)
+    batch = pack_prefix_tree(SEQUENCES[:2])
+    dualkv.shared_prompt_values(model, batch, batch.token_index)
+    change(model)
+    with pytest.raises(SharedPromptError, match="^model: expected transformers' own forward .* got a Squashed with"):
+        dualkv.shared_prompt_values(model, batch, batch.token_index)
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Qwen3_5"])
+def test_forwards_that_hand_on_are_transformers_own(kind: str) -> None:
+    """Those of multimodal classifiers name the inputs of images, and do nothing else."""
+    classifier = getattr(transformers, f"{kind}ForSequenceClassification", None)
+    if classifier is None:
+        pytest.skip("not in this version")
+    with torch.device("meta"):
+        check_classifier(classifier(classifier.config_class()))
+
+
+@pytest.mark.parametrize("pooling", [None, "eos", "bos", "mean"])
+def test_pooling_by_configuration(pooling: str | None) -> None:
+    """Cohere Compass takes the last row, the first, or the mean of all; the last alone is here."""
+    if "cohere_compass_text" not in transformers.CONFIG_MAPPING:
+        pytest.skip("not in this version")
+    options = dict(
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(full_attention=None, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+        num_labels=1,
+        pooling=pooling,
+    )
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model("cohere_compass_text", **COMMON, **options)
+    options = dict(attn_implementation="dualkv")
+    model = transformers.AutoModelForSequenceClassification.from_config(config, **options).double().eval()
+    batch = pack_prefix_tree(SEQUENCES, min_shared=1)
+    if pooling in ("bos", "mean"):
+        with pytest.raises(SharedPromptError, match=f'^pooling of CohereCompass.*: expected "eos".*, got {pooling!r}'):
+            dualkv.shared_prompt_values(model, batch)
+        return
+    alone = [model(torch.tensor([one]), use_cache=False).logits for one in SEQUENCES]
+    check(model, dualkv.shared_prompt_values(model, batch), alone)

@@ -118,7 +118,7 @@ def _must_run_once(layer: Any) -> bool:
     A forward that is none of transformers, hooks inside of the layer and what FSDP 1 and accelerate put there may rely
     on that. A reentrant checkpoint has no gradients of keyword arguments.
     """
-    if "forward" in vars(layer) or _is_foreign(inspect.unwrap(type(layer).forward, stop=_is_foreign)):
+    if "forward" in vars(layer) or is_foreign(inspect.unwrap(type(layer).forward, stop=is_foreign)):
         return True
     if layer.training and layer.gradient_checkpointing:
         options = getattr(layer._gradient_checkpointing_func, "keywords", {})
@@ -128,7 +128,7 @@ def _must_run_once(layer: Any) -> bool:
     return any(getattr(one, name, None) for one in inner for name in _RUN_ONCE)
 
 
-def _is_foreign(function: Any) -> bool:
+def is_foreign(function: Any) -> bool:
     """Whether a function is none of transformers, whatever it was named after."""
     return not str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
 

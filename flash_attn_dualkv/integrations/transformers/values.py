@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from ..guard import expect_shared_prompt
 from .first_use import check_first_use
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
-from .late import late_layout
+from .late import is_foreign, late_layout
 from .structure import backbone_name, causal_lm_of, lock_of, replaced_forward
 from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
 
@@ -53,8 +54,8 @@ def shared_prompt_values(
         type.
 
     Raises:
-        SharedPromptError: a model with another head; rows that are not as described, or None for token classification;
-            what `shared_prompt_forward` refuses.
+        SharedPromptError: a model with another head, or a forward of its own; rows that are not as described, or None
+            for token classification; what `shared_prompt_forward` refuses.
         SharedPromptLayoutError: as there.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_prefix_tree)")
@@ -85,6 +86,14 @@ def check_classifier(model: Any) -> None:
     if not isinstance(model, (GenericForSequenceClassification, GenericForTokenClassification)):
         expected = "a *ForSequenceClassification or *ForTokenClassification with transformers' generic head"
         raise SharedPromptError(explain("model", expected, type(model).__name__))
+    if is_foreign(inspect.unwrap(type(model).forward, stop=is_foreign)):
+        # What it does behind the backbone would be left out.
+        got = f"a {type(model).__name__} with a forward of its own"
+        raise SharedPromptError(explain("model", "transformers' own forward of a classifier", got))
+    # An attribute of Cohere Compass, whose forward may take another row, or the mean of all.
+    if (pooling := getattr(model, "pooling", "eos")) != "eos":
+        expected = '"eos", the value of the last token that is not padding'
+        raise SharedPromptError(explain(f"pooling of {type(model).__name__}", expected, repr(pooling)))
     check_supported(model.config)
 
 
