@@ -292,6 +292,8 @@ def _watch(module: nn.Module) -> Any:
 WATCHERS: dict[str, Callable[[Any], Any]] = {
     "hook on a late layer": lambda model: _watch(model.model.layers[-1]),
     "hook inside of one": lambda model: _watch(model.model.layers[-2].mlp.act_fn),
+    "hook of a backward": lambda model: model.model.layers[-1].register_full_backward_hook(lambda *_: None),
+    "hook before one": lambda model: model.model.layers[-2].register_full_backward_pre_hook(lambda *_: None),
     "hook on the last norm": lambda model: model.model.norm.register_forward_pre_hook(functools.partial(_nothing, 1)),
     "hook on the backbone": lambda model: _watch(model.model),
     "hidden states": lambda model: setattr(model.config, "output_hidden_states", True),
@@ -315,6 +317,14 @@ def test_a_hook_that_reads_no_late_rows() -> None:
     model.model.layers[0].register_forward_hook(lambda _module, _args, output: seen.append(output.shape[-2]))
     assert set(rows_of_layers(model, batch)[-SHARED:]) == {batch.late_layout.num_queries}
     assert seen[-1] == batch.layout.num_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4_text"])
+def test_a_hook_that_scales_gradients(name: str) -> None:
+    """Those of what the last layer is given are whole, keys of rows that nobody reads among them."""
+    model, batch = model_of(name), SAMPLES.pack()
+    model.model.layers[-1].register_full_backward_hook(lambda _module, found, _: (0.5 * found[0], *found[1:]))
+    check(computed(model, batch), computed(model, batch, drop_unread=False))
 
 
 def test_models_without_late_layers() -> None:

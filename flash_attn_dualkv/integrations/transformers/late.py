@@ -15,6 +15,7 @@ attention takes what was handed over. So what is in front of attention runs twic
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -52,10 +53,9 @@ _BY_ROW = (
 _READING_ALL = ("output_hidden_states", "output_attentions", "output_router_logits", "enable_moe_block")
 # Packages whose hooks read no rows, unless a field above asks for it.
 _NOT_READING = (*BOOKKEEPERS, "transformers.")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Attributes of modules that something rules or watches.
-_RUN_ONCE = (
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_fsdp_wrapped_module", "_hf_hook"
-)  # fmt: skip
+_RUN_ONCE = (*_HOOKS, "_fsdp_wrapped_module", "_hf_hook")
 # Value of rows that have left. With zeros gradients of norms by hand (Gemma 3n) would be NaN there.
 _FILLER = 1.0
 
@@ -134,12 +134,13 @@ def is_foreign(function: Any) -> bool:
 
 
 def _is_watched(causal_lm: Any, early: Iterable[nn.Module]) -> bool:
-    """Whether a hook on a module of the model may read rows that are to leave; early layers have them all."""
+    """Whether a hook on a module may read rows that are to leave, or their gradients; early layers have them all."""
     skipped = {causal_lm.get_input_embeddings(), *early}
     pending: list[nn.Module] = [causal_lm]
     while pending:
         module = pending.pop()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        # Gradients of keys that a last layer hands over pass by the hooks of its backward.
+        for hook in itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS):
             if not comes_from(hook, _NOT_READING):
                 return True
         pending += [one for one in module.children() if one not in skipped]
