@@ -57,6 +57,13 @@ class CountsRows(OfEachToken):
         return hidden * torch.arange(hidden.shape[1], device=hidden.device).to(hidden)[:, None].cos()
 
 
+class SteersFirstToken(OfEachToken):
+    """The first token of the row is moved, as interventions at the beginning of a prompt do."""
+
+    def look(self, hidden: Tensor) -> Tensor:
+        return torch.cat([8.0 - hidden[:, :1], hidden[:, 1:]], 1)
+
+
 class Noisy(OfEachToken):
     """In training mode, noise for every token, from a generator that a subclass chooses."""
 
@@ -93,6 +100,7 @@ LOOKERS: dict[str, type[OfEachToken]] = {
     "last token": OffsetOfLastToken,
     "row's length": ScaledByLength,
     "row's index": CountsRows,
+    "first token": SteersFirstToken,
 }
 NOISES: dict[str, type[OfEachToken]] = {
     "torch": Noisy,

@@ -137,8 +137,8 @@ def test_a_module_that_its_first_forward_initialises(made_in_inference_mode):
 def test_modules_that_look_at_their_row_are_refused(name, dtype, is_trained):
     """Before the first step too, when the weight behind them is zero and outputs are right but gradients are not."""
     model = tiny_model("llama", dtype=dtype).train()
-    if name == "row's length" and dtype == torch.bfloat16:
-        pytest.skip("norms behind it leave an effect as small as rounding")
+    if name in ("row's length", "first token") and dtype == torch.bfloat16:
+        pytest.skip("norms, or one token among many, leave an effect as small as rounding")
     looker = add_looker(model, LOOKERS[name])
     if is_trained:
         train(looker)

@@ -5,8 +5,8 @@ Configurations and names tell only what somebody has thought of. Two kinds of fa
 
 - Random numbers. Stock training draws noise for every copy of a prompt, a packed row would draw it once for all. If
   the pair's forward moves a generator, it is repeated: noise differs with another state, and not with an equal one.
-- Modules that look at other tokens of their row, such as an adapter that averages over it. The pair is computed packed
-  and alone; the difference must be one of rounding.
+- Modules that look at other tokens of their row, such as an adapter that averages over it, or at where in it a token
+  is. The pair is computed packed, behind another sample, and alone; the difference must be one of rounding.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...checks import explain
+from ...data.batch import PackedBatch
 from ...data.pack import pack_shared_prompts
 from ...errors import SharedPromptError
 from .. import guard
@@ -34,7 +35,8 @@ from .consequences import Generators, without_consequences
 from .structure import causal_lm_of, decoder_of, replaced_forward
 from .support import FirstUseError, fields_of, num_mixing_layers, text_config
 
-# Length of the prompt and of each of two responses: twice 32 tokens alone, 47 packed.
+# Length of the prompt, of each of two responses and of what is packed in front: twice 32 tokens
+# alone, 63 packed.
 LENGTH = 16
 # Additional states of the generators: rare noise (layer drop) shows in one of them.
 SEEDS = 8
@@ -183,7 +185,7 @@ class Trial:
         return max(_difference(way, alone) for way in ways)
 
     def _refuse(self, pair: Pair, found: float, most: float) -> None:
-        rows, length = self._batch(pair).token_index, 2 * len(pair.prompt)
+        (_, rows), length = self._batch(pair), 2 * len(pair.prompt)
 
         def of_packed(output: Tensor) -> Tensor | None:
             is_row = output.dim() == 3 and output.shape[0] == 1 and output.shape[1] > int(rows.max())
@@ -224,14 +226,21 @@ class Trial:
         return tuple(map(_scoring_rows, self._forward(input_ids=sequences, position_ids=positions)))
 
     def _packed(self, pair: Pair) -> Outputs:
-        batch = self._batch(pair)
+        batch, rows = self._batch(pair)
         ids, positions, layout = batch.input_ids[None], batch.position_ids[None], batch.layout
         with guard.expect_shared_prompt(layout, num_mixing_layers(self.decoder)):
             outputs = self._forward(input_ids=ids, position_ids=positions, shared_prompt_layout=layout)
-        return tuple(one[0].index_select(0, batch.token_index.to(one.device)) for one in outputs)
+        return tuple(one[0].index_select(0, rows.to(one.device)) for one in outputs)
 
-    def _batch(self, pair: Pair) -> Any:
-        return pack_shared_prompts([pair.prompt] * 2, list(pair.responses), device=self.device)
+    def _batch(self, pair: Pair) -> tuple[PackedBatch, Tensor]:
+        """The pair behind another sample, and the rows that score its responses."""
+        # Else the pair's first tokens would be the row's: whatever is done to these (a hook that
+        # steers the first token, say) would look as it does alone.
+        other = pair.responses[0]
+        cut = max(1, len(other) // 2)
+        prompts, responses = [other[:cut], *[pair.prompt] * 2], [other[cut:], *pair.responses]
+        batch = pack_shared_prompts(prompts, responses, device=self.device)
+        return batch, batch.token_index[len(other) - cut :]
 
     def _forward(self, **inputs: Any) -> Outputs:
         """(B, T, ...) each."""
