@@ -203,3 +203,21 @@ def test_pooling_by_configuration(pooling: str | None) -> None:
         return
     alone = [model(torch.tensor([one]), use_cache=False).logits for one in SEQUENCES]
     check(model, dualkv.shared_prompt_values(model, batch), alone)
+
+
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
+def test_a_forward_that_accelerate_has_wrapped(kind: str) -> None:
+    """Its mixed precision is an attribute of the model, around whose forward everything runs."""
+    accelerate = pytest.importorskip("accelerate")
+    model = head_of(kind, classifier_dropout=0.0, hidden_dropout=0.0).float()
+    batch = pack_prefix_tree(SEQUENCES, min_shared=1)
+    expected = dualkv.shared_prompt_values(model, batch, batch.last_rows)
+    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    types = []
+    model.model.layers[0].mlp.register_forward_hook(lambda _module, _args, output: types.append(output.dtype))
+    got = dualkv.shared_prompt_values(prepared, batch, batch.last_rows)
+    assert {*types} == {torch.bfloat16}
+    assert got.shape == expected.shape
+    assert 0 < (got - expected).abs().max() < 0.02
+    weighted(got.float()).backward()
+    assert all(one.grad is not None for one in model.parameters())

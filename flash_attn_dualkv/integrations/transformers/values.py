@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from .first_use import check_first_use
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
 from .late import is_foreign, late_layout
-from .structure import backbone_name, causal_lm_of, lock_of, replaced_forward
+from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
 from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
 
 
@@ -70,8 +71,11 @@ def shared_prompt_values(
         check_length(classifier, batch.layout.max_sequence)
         wanted = _pooled_rows(classifier, batch) if rows is None else checked_rows(rows, batch)
 
-        def answer(_stock: Callable[..., Any], *args: Any, **inputs: Any) -> Tensor:
-            return values_of_rows(classifier, wanted, inputs)
+        def answer(stock: Callable[..., Any], *args: Any, **inputs: Any) -> Tensor:
+            # The plain method would run the head over all rows.
+            if getattr(stock, "__func__", None) is type(classifier).forward:
+                return values_of_rows(classifier, wanted, inputs)
+            return _values_as_wrapped(stock, classifier, wanted, inputs)
 
         inputs = values_inputs(classifier, batch, wanted, drop_unread)
         wanted = to_device([wanted], batch.input_ids.device)[0]
@@ -116,6 +120,25 @@ def values_of_rows(classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Ten
     if isinstance(classifier, GenericForTokenClassification):
         hidden = classifier.dropout(hidden)  # 0, or refused in training mode
     return classifier.score(hidden).to(rows.device)
+
+
+def _values_as_wrapped(stock: Callable[..., Any], classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """As `values_of_rows`, inside what a library has put around the model's forward: accelerate's autocast, say."""
+    found: list[Tensor] = []
+    thread = threading.get_ident()
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        if not is_elsewhere(thread):
+            found.append(output)
+
+    handle = classifier.score.register_forward_hook(keep)
+    try:
+        stock(**{**inputs, "attention_mask": None, "return_dict": True})
+    finally:
+        handle.remove()
+    if len(found) != 1:
+        raise SharedPromptError(explain("model", "a forward that calls its head once", f"{len(found)} calls"))
+    return found[0][0].index_select(0, rows.to(found[0].device)).to(rows.device)
 
 
 def _pooled_rows(classifier: Any, batch: PackedBatch) -> Tensor:
