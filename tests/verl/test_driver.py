@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -23,6 +24,7 @@ import flash_attn_dualkv.integrations.verl as plugin
 from flash_attn_dualkv import pack_shared_prompts
 from flash_attn_dualkv.integrations.verl import sharing
 from flash_attn_dualkv.integrations.verl.balance import expected_tree, partitions
+from flash_attn_dualkv.integrations.verl.losses import of_micro_batches
 from flash_attn_dualkv.integrations.verl.micro_batches import (
     Lengths,
     grouped_micro_batches,
@@ -376,3 +378,35 @@ def test_the_head_computes_the_rows_that_score(keeps: bool) -> None:
         assert inputs["logits_to_keep"].shape == labels.shape == output_args["temperature_rmpad"].shape == (12,)
     else:
         assert "logits_to_keep" not in inputs and labels.shape == (22,)
+
+
+WEIGHTS = {"loss_type": "reinforce", "rollout_is_batch_normalize": True}
+
+
+@pytest.mark.parametrize(
+    ("word", "config"),
+    [
+        (None, {}),
+        (None, {"loss_agg_mode": "seq-mean-token-sum"}),
+        ("loss_scale_factor", {"loss_agg_mode": "seq-mean-token-sum-norm"}),
+        (None, {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 24}),
+        (None, {"policy_loss": {"loss_mode": "gspo"}}),
+        ("geo_mean", {"policy_loss": {"loss_mode": "geo_mean"}}),
+        ("kl_cov", {"policy_loss": {"loss_mode": "kl_cov"}}),
+        ("rollout_is_batch_normalize", {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": WEIGHTS}}),
+        (None, {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": {"loss_type": "ppo_clip"}}}),
+    ],
+)
+def test_losses_that_depend_on_micro_batches(word: str | None, config: dict[str, Any]) -> None:
+    def loss(config: Any, **_: Any) -> None: ...
+
+    data = TensorDict({"response_mask": jagged([torch.ones(2), torch.ones(3)])}, batch_size=2)
+    found = of_micro_batches(partial(loss, config=config), data)
+    assert (found is None) == (word is None) and (word or "") in (found or "")
+    assert of_micro_batches(None, data) is None and of_micro_batches(loss, data) is None
+
+
+def test_padded_masks_are_of_one_width() -> None:
+    config = {"loss_agg_mode": "seq-mean-token-sum-norm"}
+    data = TensorDict({"response_mask": torch.ones(2, 3)}, batch_size=2)
+    assert of_micro_batches(partial(print, config=config), data) is None

@@ -55,6 +55,15 @@ EQUAL = [
     case("critic, dynamic", role="critic", updates=3),
     case("critic, fixed, v0", role="critic", micro=4, trainer="v0"),
 ]
+# Losses that depend on what is in a micro-batch: with other micro-batches than verl's they are others.
+NORM = "loss_agg_mode=seq-mean-token-sum-norm"
+OF_MICRO_BATCHES = [
+    case("Dr. GRPO, dynamic", f"{ACTOR}.{NORM}", tokens=400, batch=UNEQUAL),
+    case("Dr. GRPO, fixed", f"{ACTOR}.{NORM}", micro=6, batch=UNEQUAL),
+    case("Dr. GRPO, v0", f"{ACTOR}.{NORM}", trainer="v0", batch=UNEQUAL),
+    case("Dr. GRPO, critic", f"critic.{NORM}", role="critic", micro=6, batch=UNEQUAL),
+    case("GMPO", f"{ACTOR}.policy_loss.loss_mode=geo_mean", micro=6, batch=UNEQUAL),
+]
 # verl patches the model's class, for as long as the process lives: of no other case.
 FUSED: dict[str, Any] = dict(engine="fsdp", model=Model("qwen2"))
 EQUAL += [
@@ -122,7 +131,7 @@ def ours(one: Case) -> Case:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
-    cases = [*EQUAL, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED]
+    cases = [*EQUAL, *OF_MICRO_BATCHES, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED]
     return run_beside(cases, [*map(ours, cases), *(replace(one, shares=True) for one, _ in ERRORS)])
 
 
@@ -147,6 +156,12 @@ def test_one_rank(one_rank: dict[str, Found], name: str) -> None:
     # The same micro-batches for both: no difference at all.
     if shared.metrics and "actor/ppo_kl" in shared.metrics[0] and name != "two optimizer steps":
         assert shared.metrics[0]["actor/ppo_kl"] == 0.0
+
+
+@names(OF_MICRO_BATCHES)
+def test_losses_of_micro_batches(one_rank: dict[str, Found], name: str) -> None:
+    """Micro-batches stay verl's, and those share what their samples have in common."""
+    check_shared(*both(one_rank, name), least_ratio=1.05)
 
 
 @names(EQUAL_RANKS)

@@ -21,6 +21,7 @@ from ...data.split import largest_of_ranks
 from ..fallback import PREFIX, VERL_REASONS, Options, Verification, kernels_refusal
 from ..replacing import replace_once
 from .kinds import Kinds
+from .losses import of_micro_batches
 from .micro_batches import Lengths, grouped_micro_batches, why_not
 from .statistics import Statistics
 from .verify import run_both
@@ -42,6 +43,7 @@ class SharedPrompts:
     shares = True  # unless verl's own path is to run
     refusal_now: str | None = None  # why the model cannot be shared in the call that runs
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
+    division: str | None = None  # why the loss of the call that runs needs micro-batches as verl makes them
 
     # What each engine says for itself
 
@@ -124,6 +126,7 @@ class SharedPrompts:
         self.statistics.begin()
         self.order = []
         self.shares = shares
+        self.division = None if forward_only else of_micro_batches(loss_function, data)
         token = _running.set(self)
         begin = time.perf_counter()
         try:
@@ -185,6 +188,10 @@ class SharedPrompts:
         kinds = self._kinds(data) if reason is None else None
         if kinds is not None:
             self._count_divided(kinds.divided_prompts(Lengths.of(data).prompts))
+        if self.division is not None:  # on all ranks alike
+            if reason is None:
+                self._announce(f"micro-batches stay as verl makes them, and share what is in each: {self.division}")
+            return stock()
         found = grouped_micro_batches(data, dp_group, self.options, reason, apart, kinds, multiple)
         if found is None:
             return stock()
