@@ -71,10 +71,12 @@ class Options(NamedTuple):
             ValueError: an unknown option or a wrong value; the message names the setting.
         """
         given: dict[str, tuple[str, Any]] = {}
-        for option in Options._fields:
-            variable = f"{ENVIRONMENT}_{option.upper()}"
-            if variable in os.environ:
-                given[option] = f"the environment's {variable}", os.environ[variable]
+        variables = {f"{ENVIRONMENT}_{option.upper()}": option for option in Options._fields}
+        for variable, value in os.environ.items():
+            if variable == ENVIRONMENT or variable.startswith(f"{ENVIRONMENT}_"):
+                if variable not in variables:
+                    raise ValueError(explain("the environment", f"one of {', '.join(sorted(variables))}", variable))
+                given[variables[variable]] = f"the environment's {variable}", value
         for key, value in override_config.items():
             if key == PREFIX or key.startswith(f"{PREFIX}_"):
                 option = key.removeprefix(PREFIX).removeprefix("_") or "enabled"

@@ -64,6 +64,13 @@ def test_wrong_options(option: str, value: Any, message: str, monkeypatch: pytes
         Options.of({})
 
 
+@pytest.mark.parametrize("variable", ["DUALKV_VERL", "DUALKV_VERL_MIN_RATIO"])
+def test_unknown_options_of_the_environment(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(ValueError, match=f"the environment: expected one of .*_MIN_SHARED, .*, got {variable}$"):
+        Options.of({})
+
+
 def _given_reasons(path: Path) -> set[str]:
     """First arguments of Refused and Refusal, and words that functions on reasons return or compare with."""
     found = set()
