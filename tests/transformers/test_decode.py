@@ -72,7 +72,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
 
 def generate(
-    model: Any, prompts: list[list[int]], *, returns: int = 1, eos: int = -1, page: int = PAGE, **batching: Any
+    model: Any, prompts: list[list[int]], *, returns: int = 1, eos: int = -1, page: int = PAGE, keeps: bool = False,
+    **batching: Any,
 ) -> list[list[int]]:  # fmt: skip
     """The tokens of all requests; prompts are prefilled in chunks, beside requests that decode already."""
     options = dict(max_new_tokens=24, do_sample=returns > 1, pad_token_id=0, eos_token_id=eos)
@@ -81,7 +82,8 @@ def generate(
     size = "page_size" if "page_size" in config_class.__dataclass_fields__ else "block_size"
     batching = {"num_blocks": 64, "max_batch_tokens": 64, size: page, **batching}
     torch.manual_seed(5)
-    found = model.generate_batch(prompts, generation_config=config, continuous_batching_config=config_class(**batching))
+    given = dict(generation_config=config, continuous_batching_config=config_class(**batching))
+    found = model.generate_batch(prompts, **given, **({"persistent_manager": True} if keeps else {}))
     if errors := [one.error for one in found.values() if one.error is not None]:
         raise RuntimeError(errors[0])
     return [found[name].generated_tokens for name in sorted(found)]
@@ -369,6 +371,22 @@ def test_unregister(steps):
     assert VERSION < (5, 18) or decode._ring_class().supports_block_table is False
     assert not transformers.AttentionInterface._global_mapping.keys() & decode.NAMES
     assert generate(stock_model("llama"), PROMPTS[:1]) and not steps["layers"]
+
+
+def test_unregister_drops_kept_managers(registered):
+    """Stock attention does not read the block tables that theirs have."""
+    model = stock_model("llama")
+    with torch.no_grad():  # large scores, so that keys matter
+        for key, parameter in model.named_parameters():
+            if "q_proj" in key:
+                parameter.mul_(40)
+    expected = generate(model, PROMPTS)
+    assert [generate(model, PROMPTS, keeps=True) for _ in range(2)] == [expected] * 2
+    assert hasattr(model, "_cached_continuous_batching_manager")
+    dualkv.unregister_decode()
+    assert not hasattr(model, "_cached_continuous_batching_manager")
+    assert generate(model, PROMPTS, keeps=True) == expected
+    model.destroy_cached_continuous_batching_manager()
 
 
 @pytest.mark.parametrize("name", [one for one in ("qwen3_next", "lfm2", "bamba") if one in transformers.CONFIG_MAPPING])

@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import count, zip_longest
 from types import SimpleNamespace
@@ -52,6 +53,9 @@ _ON_GPU = "dualkv_on_gpu"  # of a configuration: whether its model decodes on th
 # What the last `register_decode` asked for.
 _boundary: Boundary = "replicate"
 _exact = "trainer"
+# Managers that generate on this package; `persistent_manager` lets a model keep one from call to
+# call.
+_managers: weakref.WeakSet[Any] = weakref.WeakSet()
 # What continuous batching hands to every layer.
 _OF_BATCHES = (
     "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "k_cache", "logits_indices", "logits_processor_args",
@@ -90,7 +94,10 @@ def register_decode(boundary: Boundary = "replicate", *, exact: Literal["trainer
 
 
 def unregister_decode() -> None:
-    """Put stock continuous batching back; nothing happens without `register_decode`."""
+    """Put stock continuous batching back; nothing happens without `register_decode`.
+
+    A manager that a model has kept is dropped: stock attention would not read its block tables.
+    """
     for name in NAMES:
         if AttentionInterface._global_mapping.pop(name, None) is None:
             return
@@ -98,6 +105,11 @@ def unregister_decode() -> None:
         setattr(owner, name, stock_of(getattr(owner, name)))
     if _ring_class() is not None:
         _ring_class().supports_block_table = False
+    for manager in [*_managers]:
+        model = getattr(manager, "model", None)
+        if getattr(model, "_cached_continuous_batching_manager", None) is manager:
+            model.destroy_cached_continuous_batching_manager()
+    _managers.clear()
 
 
 def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
@@ -144,6 +156,7 @@ def _switching(stock: Callable[..., None]) -> Callable[..., None]:
         if before in NAMES:
             return
         check_decodes(model)
+        _managers.add(manager)
         for config in (model.config, text_config(model.config)):
             config._attn_implementation_internal = NAMES[model.device.type == "cpu"]
         manager._original_attn_impl = before  # which the manager puts back when it stops
