@@ -511,6 +511,26 @@ def test_gradients_under_autocast(hooked):
     assert len(found[0]) == len(list(model.parameters()))
 
 
+TYPES: list[torch.dtype] = []
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast_that_a_library_has_put_around_the_forward(outside):
+    """As accelerate does: a trial computes in 16 bits, too (kernels take no others), and keeps no casts."""
+    found = []
+    TYPES.clear()
+    for self_check in (False, True):
+        model = tiny_model("llama", dtype=torch.float32).train()
+        model.model.layers[0].mlp.register_forward_hook(lambda _module, _args, output: TYPES.append(output.dtype))
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            forward(model, self_check=self_check).sum().backward()
+        found.append(gradients(model))
+    assert {*TYPES} == {torch.bfloat16} and len(TYPES) > 4
+    check_gradients(*found, 0.0)
+    assert len(found[0]) == len(list(model.parameters()))
+
+
 def test_a_graph_that_waits_for_its_backward():
     """A forward has saved parameters before the trial gives those that are zero another value for a while."""
     model = tiny_model("llama")

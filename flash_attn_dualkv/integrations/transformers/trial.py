@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +33,7 @@ from ...errors import SharedPromptError
 from .. import guard
 from ..lm_head import current_autocast
 from .consequences import Generators, without_consequences
-from .structure import causal_lm_of, decoder_of, replaced_forward
+from .structure import causal_lm_of, decoder_of, is_elsewhere, replaced_forward
 from .support import FirstUseError, fields_of, num_mixing_layers, text_config
 
 # Length of the prompt, of each of two responses and of what is packed in front: twice 32 tokens
@@ -135,6 +136,7 @@ class Trial:
                 self._run(generators)
         finally:
             _trying.reset(token)
+            torch.clear_autocast_cache()  # autocast that a library has put around the forward keeps them
 
     def _run(self, generators: Generators) -> None:
         pair = Pair.choose(self.stock.config, 0)
@@ -260,8 +262,10 @@ class Trial:
             raise FirstUseError(message + ADVICE, "self_check") from error
 
     def _run_outermost(self, model: nn.Module, inputs: dict[str, Any]) -> Outputs:
-        def answer(_stock: Any, *args: Any, **given: Any) -> Outputs:
-            return self._answer(**{name: value for name, value in given.items() if value is not None})
+        def answer(stock: Any, *args: Any, **given: Any) -> Outputs:
+            inputs = {name: value for name, value in given.items() if value is not None}
+            is_plain = getattr(stock, "__func__", None) is type(self.entry).forward
+            return self._answer(**inputs) if is_plain else self._answer_as_wrapped(stock, inputs)
 
         with replaced_forward(self.entry, answer) as call:
             outputs: Outputs = call(model, inputs)
@@ -269,11 +273,40 @@ class Trial:
 
     def _answer(self, **inputs: Any) -> Outputs:
         """Outputs of decoder and head, in place of the transformers model's own forward."""
-        hidden = self.decode(**inputs)[0]
+        return self._with_scores(self.decode(**inputs)[0])
+
+    def _answer_as_wrapped(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> Outputs:
+        """The same inside what a library has put around the model's forward: accelerate's autocast, say."""
+        if self.decoder is self.entry:
+            return self._with_scores(stock(**inputs)[0])
+        thread = threading.get_ident()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if not is_elsewhere(thread):
+                raise _Answered(self._with_scores(output[0]))
+
+        handle = self.decoder.register_forward_hook(leave)
+        try:
+            stock(**inputs)
+        except _Answered as answered:
+            return answered.outputs
+        finally:
+            handle.remove()
+        expected, got = "a forward that calls its decoder", f"one around {type(self.entry).__name__} that does not"
+        raise SharedPromptError(explain("model", expected, got))
+
+    def _with_scores(self, hidden: Tensor) -> Outputs:
         head = self.entry.get_output_embeddings()
         # Heads such as ELECTRA's have a layer before the projection.
         is_whole = getattr(head, "in_features", None) == hidden.shape[-1]
         return (hidden, head(hidden)) if is_whole else (hidden,)
+
+
+class _Answered(Exception):  # noqa: N818
+    """Leaves a wrapped forward behind its decoder: what follows may want labels, or one sequence a row."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs = outputs
 
 
 def _scoring_rows(output: Tensor) -> Tensor:
