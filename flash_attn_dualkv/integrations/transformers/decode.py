@@ -106,7 +106,7 @@ def unregister_decode() -> None:
     if _ring_class() is not None:
         _ring_class().supports_block_table = False
     for manager in [*_managers]:
-        model = getattr(manager, "model", None)
+        model: Any = getattr(manager, "model", None)
         if getattr(model, "_cached_continuous_batching_manager", None) is manager:
             model.destroy_cached_continuous_batching_manager()
     _managers.clear()
