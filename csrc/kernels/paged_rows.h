@@ -47,7 +47,7 @@ struct PagedRows {
             page * p.v.page_stride + at.row * p.v.row_stride};
   }
 
-  // Of the keys of an item. Those of one that folds leave the L2 cache before its state does.
+  // Keys of an item that folds leave the L2 cache before its state does.
   __device__ __forceinline__ static uint64_t policy_of(const DecodeItem& item) {
     return item.folds > 0 ? ptx::evict_first() : ptx::evict_normally();
   }

@@ -50,8 +50,9 @@ std::vector<ToldStep> walk_of_item(const Problem& p, const ForwardTile& tile, Ga
   return steps;
 }
 
-// Whether a slice meets the tiles that it meets in a query tile of its node alone, and is told where they are
-// interrupted: neither too late nor, unless keys of other siblings may come, too early.
+// Whether a slice meets the tiles that it meets in a query tile of its node alone, and is told
+// where they are interrupted: neither too late nor, unless keys of other siblings may come, too
+// early.
 bool meets_its_tiles(const Problem& p, const std::vector<ToldStep>& steps, int slice, bool others_follow,
                      const Node& node, const QueryTile& alone, Gathering& walk) {
   const int bit = 1 << slice;
@@ -162,8 +163,8 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   return count;
 }
 
-// Fills items (node, m_block), their costs and the KV tiles that they visit; returns their number. `slice_queries`: of
-// siblings that share tiles where there are as many as `least_tiles`.
+// Fills items (node, m_block), their costs and the KV tiles that they visit; returns their number.
+// `slice_queries`: of siblings that share tiles where there are as many as `least_tiles`.
 int build_forward(const Problem* p, int slice_queries, int least_tiles, ForwardItem* items, int* costs, int* tiles) {
   std::vector<int> offsets(p->num_nodes + 1), last_tiles(p->num_nodes);
   int counters[2] = {-1, -1};
@@ -185,8 +186,9 @@ int build_forward(const Problem* p, int slice_queries, int least_tiles, ForwardI
   return counters[1] == 0 ? counters[0] : -1;
 }
 
-// Adds to `rows` how many slices have each row of the queries. Returns how many slices meet other tiles than in a tile
-// of their node alone; one walk takes all items, as that of a persistent block does.
+// Adds to `rows` how many slices have each row of the queries. Returns how many slices meet other
+// tiles than in a tile of their node alone; one walk takes all items, as that of a persistent block
+// does.
 int check_slices(const Problem* p, int slice_queries, const ForwardItem* items, int count, int* rows) {
   BorderSlab slabs[2][BorderTiles<kSlabRows>::kPlaces];
   Gathering walk{{slabs[0]}}, other{{slabs[1]}};

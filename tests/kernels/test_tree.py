@@ -192,7 +192,8 @@ def test_nan_in_a_node_of_narrow_tiles(kernels: str, name: str, head_dim: int, h
     assert "dualkv_sm90_backward_dq_narrow" in counts
 
 
-# Ragged siblings below turns whose borders share tiles, and below one of them; some see many keys of their own.
+# Ragged siblings below turns whose borders share tiles, and below one of them; some see many keys
+# of their own.
 SIBLINGS: Tree = (
     [150, 30, 45, 5, 17, 33, 64, 16, 80, 1, 47, 0, 20, 9, 3, 12, 40, 8, 130, 4, 25],
     [-1, 0, 1, *[2] * 11, *[13] * 4, 2, 2, 2],

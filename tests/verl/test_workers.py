@@ -55,7 +55,7 @@ EQUAL = [
     case("critic, dynamic", role="critic", updates=3),
     case("critic, fixed, v0", role="critic", micro=4, trainer="v0"),
 ]
-# Losses that depend on what is in a micro-batch: with other micro-batches than verl's they are others.
+# Losses that depend on what is in a micro-batch: with other ones than verl makes they are others.
 NORM = "loss_agg_mode=seq-mean-token-sum-norm"
 OF_MICRO_BATCHES = [
     case("Dr. GRPO, dynamic", f"{ACTOR}.{NORM}", tokens=400, batch=UNEQUAL),
