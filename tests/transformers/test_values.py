@@ -206,9 +206,11 @@ def test_pooling_by_configuration(pooling: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
-def test_a_forward_that_accelerate_has_wrapped(kind: str) -> None:
+def test_a_forward_that_accelerate_has_wrapped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mixed precision is an attribute of the model, around whose forward everything runs."""
     accelerate = pytest.importorskip("accelerate")
+    for state in (accelerate.state.AcceleratorState, accelerate.state.PartialState):  # a process has one
+        monkeypatch.setattr(state, "_shared_state", {})
     model = head_of(kind, classifier_dropout=0.0, hidden_dropout=0.0).float()
     batch = pack_prefix_tree(SEQUENCES, min_shared=1)
     expected = dualkv.shared_prompt_values(model, batch, batch.last_rows)
