@@ -30,7 +30,7 @@ from .first_use import check_first_use
 from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
 from .images import row_inputs, towers_without_layout
 from .late import late_layout
-from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
+from .structure import backbone_name, causal_lm_of, is_elsewhere, kept_outputs, lock_of, replaced_forward
 from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
 
 Head = Callable[[Tensor], Tensor]  # (m, D) -> (m, vocabulary)
@@ -303,21 +303,11 @@ class _Scorer:
 
     def _run_backbone(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""
-        outputs: list[Any] = []
-        thread = threading.get_ident()
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if not is_elsewhere(thread):
-                outputs.append(output)
-
-        handle = getattr(self.causal_lm, self.backbone).register_forward_hook(keep)
-        try:
+        with kept_outputs(getattr(self.causal_lm, self.backbone)) as outputs:
             # Wrappers add arguments of their own, return_dict among them.
             # A slice is on no device. Given a number, models whose last layers share keys
             # compute these for the last rows alone.
             stock(**{**inputs, "logits_to_keep": slice(0, 1), "return_dict": True})
-        finally:
-            handle.remove()
         if len(outputs) != 1 or not hasattr(outputs[0], "last_hidden_state"):
             expected = "a forward that calls its backbone once and takes last_hidden_state from it"
             raise SharedPromptError(explain("model", expected, f"{len(outputs)} calls"))

@@ -99,6 +99,28 @@ def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Ca
             del causal_lm.forward
 
 
+def is_plain(forward: Any, model: nn.Module) -> bool:
+    """Whether a forward is the method of the model's class, with nothing around it."""
+    return getattr(forward, "__func__", None) is type(model).forward
+
+
+@contextmanager
+def kept_outputs(module: nn.Module) -> Iterator[list[Any]]:
+    """A list that gets what a module returns in this thread."""
+    outputs: list[Any] = []
+    thread = threading.get_ident()
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        if not is_elsewhere(thread):
+            outputs.append(output)
+
+    handle = module.register_forward_hook(keep)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
 def is_replaced(module: nn.Module) -> bool:
     """Whether a causal LM answers with something else than its own output, see `replaced_forward`."""
     return isinstance(module.__dict__.get("forward"), _Replacement)

@@ -33,7 +33,7 @@ from ...errors import SharedPromptError
 from .. import guard
 from ..lm_head import current_autocast
 from .consequences import Generators, without_consequences
-from .structure import causal_lm_of, decoder_of, is_elsewhere, replaced_forward
+from .structure import causal_lm_of, decoder_of, is_elsewhere, is_plain, replaced_forward
 from .support import FirstUseError, fields_of, num_mixing_layers, text_config
 
 # Length of the prompt, of each of two responses and of what is packed in front: twice 32 tokens
@@ -136,7 +136,8 @@ class Trial:
                 self._run(generators)
         finally:
             _trying.reset(token)
-            torch.clear_autocast_cache()  # autocast that a library has put around the forward keeps them
+            # Casts that autocast inside of a wrapped forward has kept have no gradients either.
+            torch.clear_autocast_cache()
 
     def _run(self, generators: Generators) -> None:
         pair = Pair.choose(self.stock.config, 0)
@@ -264,8 +265,7 @@ class Trial:
     def _run_outermost(self, model: nn.Module, inputs: dict[str, Any]) -> Outputs:
         def answer(stock: Any, *args: Any, **given: Any) -> Outputs:
             inputs = {name: value for name, value in given.items() if value is not None}
-            is_plain = getattr(stock, "__func__", None) is type(self.entry).forward
-            return self._answer(**inputs) if is_plain else self._answer_as_wrapped(stock, inputs)
+            return self._answer(**inputs) if is_plain(stock, self.entry) else self._answer_as_wrapped(stock, inputs)
 
         with replaced_forward(self.entry, answer) as call:
             outputs: Outputs = call(model, inputs)

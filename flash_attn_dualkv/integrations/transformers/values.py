@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from .first_use import check_first_use
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
 from .late import is_foreign, late_layout
-from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
+from .structure import backbone_name, causal_lm_of, is_plain, kept_outputs, lock_of, replaced_forward
 from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
 
 
@@ -73,7 +72,7 @@ def shared_prompt_values(
 
         def answer(stock: Callable[..., Any], *args: Any, **inputs: Any) -> Tensor:
             # The plain method would run the head over all rows.
-            if getattr(stock, "__func__", None) is type(classifier).forward:
+            if is_plain(stock, classifier):
                 return values_of_rows(classifier, wanted, inputs)
             return _values_as_wrapped(stock, classifier, wanted, inputs)
 
@@ -124,21 +123,12 @@ def values_of_rows(classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Ten
 
 def _values_as_wrapped(stock: Callable[..., Any], classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Tensor:
     """As `values_of_rows`, inside what a library has put around the model's forward: accelerate's autocast, say."""
-    found: list[Tensor] = []
-    thread = threading.get_ident()
-
-    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-        if not is_elsewhere(thread):
-            found.append(output)
-
-    handle = classifier.score.register_forward_hook(keep)
-    try:
+    with kept_outputs(classifier.score) as found:
         stock(**{**inputs, "attention_mask": None, "return_dict": True})
-    finally:
-        handle.remove()
     if len(found) != 1:
         raise SharedPromptError(explain("model", "a forward that calls its head once", f"{len(found)} calls"))
-    return found[0][0].index_select(0, rows.to(found[0].device)).to(rows.device)
+    output: Tensor = found[0]
+    return output[0].index_select(0, rows.to(output.device)).to(rows.device)
 
 
 def _pooled_rows(classifier: Any, batch: PackedBatch) -> Tensor:

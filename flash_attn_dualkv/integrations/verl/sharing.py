@@ -43,7 +43,7 @@ class SharedPrompts:
     shares = True  # unless verl's own path is to run
     refusal_now: str | None = None  # why the model cannot be shared in the call that runs
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
-    division: str | None = None  # why the loss of the call that runs needs micro-batches as verl makes them
+    division: str | None = None  # why the loss of this call needs verl's own micro-batches
 
     # What each engine says for itself
 
