@@ -175,8 +175,8 @@ def test_a_forward_of_ones_own_is_refused(kind: str, change: Callable[[Any], Non
 def test_forwards_that_hand_on_are_transformers_own(kind: str) -> None:
     """Those of multimodal classifiers name the inputs of images, and do nothing else."""
     classifier = getattr(transformers, f"{kind}ForSequenceClassification", None)
-    if classifier is None:
-        pytest.skip("not in this version")
+    if classifier is None or transformers.__version__.startswith("4."):
+        pytest.skip("not in this version, or with a forward that picks rows itself, which is refused")
     with torch.device("meta"):
         check_classifier(classifier(classifier.config_class()))
 
