@@ -20,7 +20,7 @@ from tiny_models import COMMON, FAMILIES, SUPPORTED, VERSION, VOCABULARY, dualkv
 
 from flash_attn_dualkv import SharedPrefixPlan, SharedPromptError, SharedPromptUnsupportedError, shared_prefix_decode
 from flash_attn_dualkv.calls import make_options
-from flash_attn_dualkv.integrations.transformers import decode
+from flash_attn_dualkv.integrations.transformers import decode, rollout
 from flash_attn_dualkv.nodes import checked_nodes
 from flash_attn_dualkv.ops import attend, sequence_nodes
 
@@ -54,7 +54,7 @@ def registered() -> Iterator[None]:
 def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """What plans were updated with, and the layers that decoded."""
     seen: dict[str, list[Any]] = {"tables": [], "lengths": [], "boundaries": [], "layers": []}
-    update, attention = SharedPrefixPlan.update, decode.shared_prefix_decode
+    update, attention = SharedPrefixPlan.update, rollout.shared_prefix_decode
 
     def recorded(plan: Any, table: Any, lengths: Any, *, boundaries: Any) -> Any:
         is_captured = table.is_cuda and torch.cuda.is_current_stream_capturing()  # and has no values yet
@@ -67,7 +67,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         return attention(*args, **kwargs)
 
     monkeypatch.setattr(SharedPrefixPlan, "update", recorded)
-    monkeypatch.setattr(decode, "shared_prefix_decode", counted)
+    monkeypatch.setattr(rollout, "shared_prefix_decode", counted)
     return seen
 
 
@@ -183,13 +183,14 @@ def test_pages_of_layers_are_counted_once():
         return memory[layer:], memory[layer:].clone()
 
     allocator = SimpleNamespace(index=0, layer_indices=[0, 1], write_trash_index=0, get_cache_for_block_table=pages)
-    rollout = decode.Rollout(SimpleNamespace(device=torch.device("cpu"), layer_to_allocator=[allocator] * 2), 1)
+    cache = SimpleNamespace(device=torch.device("cpu"), layer_to_allocator=[allocator] * 2)
+    made = rollout.Rollout(cache, 1, "replicate", "trainer")
     q, table, offsets = torch.zeros(1, 1, 8), *(torch.tensor(one, dtype=torch.int32) for one in ([[0]], [0, 1]))
     for _ in range(2):
         asked.clear()
         for layer in (0, 1):
-            rollout.decode(layer, q, q, q, table, offsets, decode.Options(None, -1, 0.0, None))
-    assert asked == [0, 1] and rollout.group_of(1).num_pages == 3
+            made.decode(layer, q, q, q, table, offsets, rollout.Options(None, -1, 0.0, None))
+    assert asked == [0, 1] and made.group_of(1).num_pages == 3
 
 
 def test_returns_share_pages(steps, request):
@@ -409,11 +410,11 @@ def test_refused(registered):
     assert model.config._attn_implementation == "sdpa"
     module, q = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 8)
     with pytest.raises(SharedPromptError, match="attn_implementation: expected another outside of continuous batching"):
-        decode._attend(module, q, q, q, None)
-    rollout = decode.Rollout.__new__(decode.Rollout)
+        rollout.attend(module, q, q, q, None)
+    made = rollout.Rollout.__new__(rollout.Rollout)
     for given, message in ((dict(position_bias=q), "got position_bias"), (dict(is_causal=False), "expected causal")):
         with pytest.raises(SharedPromptError, match=message):
-            decode._attend(module, q, q, q, None, shared_prefix_rollout=rollout, **given)
+            rollout.attend(module, q, q, q, None, shared_prefix_rollout=made, **given)
 
 
 def test_older_transformers(monkeypatch):
@@ -434,12 +435,13 @@ def test_padded_step():
         index=0, layer_indices=[3], write_trash_index=5 * PAGE,
         get_cache_for_block_table=lambda layer: tuple(pages),
     )  # fmt: skip
-    rollout = decode.Rollout(SimpleNamespace(device="cpu", layer_to_allocator={3: allocator}), 4)
-    rollout._positions = torch.tensor([18, 7777, 7])  # of padding, anything
+    cache = SimpleNamespace(device="cpu", layer_to_allocator={3: allocator})
+    made = rollout.Rollout(cache, 4, "replicate", "trainer")
+    made._positions = torch.tensor([18, 7777, 7])  # of padding, anything
     q, k, v = (torch.randn((3, heads, 8), generator=generator) for heads in (4, 2, 2))
     table, keys = torch.tensor([[2, 4], [-1, -1], [-1, -1]], dtype=torch.int32), 19
     offsets = torch.tensor([0, keys, keys, keys], dtype=torch.int32)
-    out = rollout.decode(3, q, k, v, table, offsets, decode.Options(None, -1, 0.0, None))
+    out = made.decode(3, q, k, v, table, offsets, rollout.Options(None, -1, 0.0, None))
     assert not out[1:].any()
     for new, old, page in zip((k, v), before, pages):
         assert torch.equal(page[4, 2], new[0])
@@ -457,7 +459,7 @@ def test_cut_sequences():
     cuts = torch.tensor([9, 3, 4, 5, 0, 20], dtype=torch.int32)  # among a request's queries, before them, behind all
     offsets = [torch.tensor([0, *accumulate(one)], dtype=torch.int32) for one in (queries, keys)]
     q, k, v = (torch.randn((rows, 2, 8), generator=generator) for rows in (sum(queries) + 2, sum(keys), sum(keys)))
-    nodes = decode.cut_sequences(*offsets, cuts)
+    nodes = rollout.cut_sequences(*offsets, cuts)
     table = checked_nodes(nodes, len(q), len(k), None)
     assert [node.kv_len for node in table[::2]] == [9, 3, 0, 5, 0, 12]
     assert [node.q_len for node in table[::2]] == [9, 0, 0, 2, 0, 2]
