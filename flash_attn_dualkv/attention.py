@@ -86,7 +86,7 @@ def flash_attn_dualkv_varlen_func(
             one group.
         cu_seqs_per_context: (G+1,) int32, from 0 to N: group g owns the sequences [g] .. [g+1] - 1.
         window_size: (left, right) as in FlashAttention: a row sees `left` positions before its own,
-            or all with -1; `right` is -1, or 0 for causality.
+            or all with -1; `right` matters only without `causal`: -1, or 0 for causality.
         softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels 0.01
             to 1000.
         sinks: (H,) floating point, one score of each head that joins the softmax of every row and
@@ -108,8 +108,8 @@ def flash_attn_dualkv_varlen_func(
         TypeError, ValueError: an argument is not as described; the message names it. Values of
             offsets are checked on the CPU, and on a GPU only with DUALKV_DEBUG=1 in the environment
             (which synchronises): otherwise wrong offsets give wrong numbers.
-        NotImplementedError: a window that ends behind the row; a softcap that the CUDA kernels
-            lack.
+        NotImplementedError: without `causal` a window that ends behind the row; a softcap that the
+            CUDA kernels lack.
         RuntimeError: CUDA tensors in an installation without kernels.
     """
     q, k_context, v_context, k_decoded, v_decoded = checks.inputs(

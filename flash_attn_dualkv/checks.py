@@ -407,7 +407,8 @@ def is_kernel_softcap(softcap: float) -> bool:
 def resolve_window(causal: Any, window_size: Any) -> tuple[bool, int]:
     """Whether the mask is causal, and how many positions before its own a row sees (-1: all).
 
-    As in FlashAttention, a window that ends with the row's own position is causality.
+    As in FlashAttention, a window that ends with the row's own position is causality, and causality
+    ends every window there.
     """
     flag("causal", causal)
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
@@ -416,8 +417,8 @@ def resolve_window(causal: Any, window_size: Any) -> tuple[bool, int]:
     left, right = window = tuple(window_size)
     if min(window) < -1 or max(window) >= 2**31:
         raise ValueError(explain("window_size", "two ints from -1 to 2**31 - 1", window))
-    if right > 0:
-        expected = "-1 or 0 as its second number (a window that ends behind a row is not implemented)"
+    if right > 0 and not causal:
+        expected = "-1 or 0 as its second number without causality (keys behind a row are seen all, or none)"
         raise NotImplementedError(explain("window_size", expected, window))
     return causal or right == 0, left
 

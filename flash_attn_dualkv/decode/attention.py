@@ -49,7 +49,7 @@ def shared_prefix_decode(
         plan: a plan that has planned this step with `update`.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         window_size: (left, right): a row sees `left` positions before its own, or all with -1;
-            `right` is -1 or 0, which both mean that it sees none behind.
+            `right` changes nothing, as it sees none behind.
         softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels 0.01
             to 1000.
         sinks: (H,) floating point, one score of each head that joins the softmax of every row and
@@ -66,8 +66,8 @@ def shared_prefix_decode(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: a window that ends behind the row; FP8 caches; values of another head
-            dim than keys, as in MLA; a softcap that the CUDA kernels lack.
+        NotImplementedError: FP8 caches; values of another head dim than keys, as in MLA; a softcap
+            that the CUDA kernels lack.
         RuntimeError: the plan has planned no step; an input requires a gradient while gradients are
             recorded: there is no backward.
     """

@@ -200,11 +200,7 @@ def flash_attn_with_kvcache(
 
 def _left_window(causal: Any, window_size: Any, queries: int) -> int:
     """Positions before its own that a row sees, -1 for all; causality ends the window."""
-    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    last_only = checks.flag("causal", causal) or queries == 1
-    if is_pair and last_only and isinstance(window_size[1], int) and window_size[1] > 0:
-        window_size = (window_size[0], 0)
-    is_causal, left = checks.resolve_window(last_only, window_size)
+    is_causal, left = checks.resolve_window(checks.flag("causal", causal) or queries == 1, window_size)
     if not is_causal:
         raise NotImplementedError(explain("causal", f"True for {queries} queries of a sequence", causal))
     return left

@@ -191,7 +191,6 @@ DECODE_ROWS: list[Row] = [
     ("None", replace_by("plan", None), TypeError, "plan", "None"),
     ("a class", replace_by("plan", SharedPrefixPlan), TypeError, "plan", "the class SharedPrefixPlan"),
     ("zero", replace_by("softmax_scale", 0.0), ValueError, "softmax_scale", "0.0"),
-    ("keys behind", replace_by("window_size", (4, 1)), NotImplementedError, "window_size", "(4, 1)"),
     ("int", replace_by("window_size", 4), TypeError, "window_size", "int"),
     ("negative", replace_by("softcap", -1.0), ValueError, "softcap", "-1.0"),
     ("one for each KV head", replace_by("sinks", torch.zeros(2)), ValueError, "sinks", "(2,)"),

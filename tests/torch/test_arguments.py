@@ -119,10 +119,13 @@ COMMON_ROWS: list[Row] = [
     ("an int", replace_by("window_size", 128), TypeError, "window_size", "int"),
     ("floats", replace_by("window_size", (1.0, 0)), TypeError, "window_size", "tuple"),
     ("below -1", replace_by("window_size", (-2, 0)), ValueError, "window_size", "(-2, 0)"),
-    ("keys behind", replace_by("window_size", (4, 1)), NotImplementedError, "window_size", "(4, 1)"),
     ("negative", replace_by("softcap", -1.0), ValueError, "softcap", "-1.0"),
     ("None", replace_by("softcap", None), TypeError, "softcap", "None"),
 ]
+
+KEYS_BEHIND: Row = (
+    "keys behind", lambda _: {"causal": False, "window_size": (4, 1)}, NotImplementedError, "window_size", "(4, 1)"
+)  # fmt: skip
 
 SINK_ROWS: list[Row] = [
     ("a list", replace_by("sinks", [0.0] * 4), TypeError, "sinks", "list"),
@@ -137,6 +140,7 @@ SHARED_ROWS: list[Row] = [
     *SINK_ROWS,
     *offset_rows("cu_seqlens_q"),
     *length_rows("max_seqlen_q"),
+    KEYS_BEHIND,
     ("int", replace_by("causal", 1), TypeError, "causal", "1"),
     ("head_dim", alter("k_context", lambda t: head_dim(t, 8)), ValueError, "k_context", "8"),
     ("head_dim", alter("v_context", lambda t: head_dim(t, 12)), ValueError, "v_context", "12"),
@@ -173,6 +177,7 @@ PLAIN_ROWS: list[Row] = [
     *COMMON_ROWS,
     *offset_rows("cu_seqlens_q"),
     *length_rows("max_seqlen_q"),
+    KEYS_BEHIND,
     ("int", replace_by("causal", 1), TypeError, "causal", "1"),
     ("head_dim", alter("k", lambda t: head_dim(t, 8)), ValueError, "k", "8"),
     ("head_dim", alter("v", lambda t: head_dim(t, 12)), ValueError, "v", "12"),

@@ -128,11 +128,12 @@ def test_how_accurate_the_gradient_of_sinks_is(dtype: torch.dtype, typical: floa
 
 
 def test_windows_and_softcaps_of_the_other_functions() -> None:
-    """A sequence alone is a tree of one node; as in FlashAttention, a window that ends with the row is causality."""
+    """A sequence alone is a tree of one node; as in FlashAttention, causality ends a window, and so ended it is one."""
     q, k, v = (torch.randn(20, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     table = offsets_and_parents(([13, 7], [-1, -1]))
     expected = flash_attn_tree_varlen_func(q, k, v, *table, window_size=(4, -1), softcap=1.5)
-    for causal, right in ((True, -1), (True, 0), (False, 0)):
+    assert flash_attn_tree_varlen_func(q, k, v, *table, window_size=(4, 9), softcap=1.5).equal(expected)
+    for causal, right in ((True, -1), (True, 0), (False, 0), (True, 4)):  # the last as transformers gives it
         options = dict(causal=causal, window_size=(4, right), softcap=1.5)
         assert flash_attn_varlen_func(q, k, v, table[0], table[0], 13, 13, **options).equal(expected)
     # Without causality, 4 positions before a row and all behind it.
