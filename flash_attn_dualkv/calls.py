@@ -114,15 +114,12 @@ def check_call(call: ForwardCall | BackwardCall) -> None:
         raise ValueError(checks.explain("q", "at least one head", f"shape {tuple(q.shape)}"))
     checks.check_head_dim("q", q.shape[2])
     checks.check_pair_shape(q, "k", k, "v", v)
-    rows = k.shape[0]
     if call.k_decoded is not None and call.v_decoded is not None:
         checks.check_pair_shape(q, "k_decoded", call.k_decoded, "v_decoded", call.v_decoded)
         for name, one, other in (("k_decoded", call.k_decoded, k), ("v_decoded", call.v_decoded, v)):
             if one.shape[1:] != other.shape[1:]:
                 raise ValueError(checks.explain(name, f"shape (rows, *{tuple(other.shape[1:])})", tuple(one.shape)))
-        rows += call.k_decoded.shape[0]
-    if rows >= checks.MAX_ROWS:
-        raise ValueError(checks.explain("k_decoded", f"fewer than {checks.MAX_ROWS} rows together with k", rows))
+        checks.check_key_rows(call.k_decoded, "k", k)
     checks.number("softmax_scale", call.options.softmax_scale)
     checks.check_table("nodes", call.nodes, q.device)
     out_shape, lse_shape = (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0])

@@ -304,6 +304,7 @@ def check_decoded(k: Tensor, v: Tensor, k_context: Tensor, v_context: Tensor) ->
         raise ValueError(explain("k_decoded", f"{k_context.shape[1]} heads (as k_context)", k.shape[1]))
     if v.shape[2] != v_context.shape[2]:
         raise ValueError(explain("v_decoded", f"head dimension {v_context.shape[2]} (as v_context)", v.shape[2]))
+    check_key_rows(k, "k_context", k_context)
     for name, decoded, context in (("k", k, k_context), ("v", v, v_context)):
         rows = context.shape[0]
         if rows and decoded.shape[0] and address(decoded) == address(context) is not None:
@@ -311,6 +312,13 @@ def check_decoded(k: Tensor, v: Tensor, k_context: Tensor, v_context: Tensor) ->
             raise ValueError(
                 explain(f"{name}_decoded", expected, f"a tensor that begins with the rows of {name}_context")
             )
+
+
+def check_key_rows(decoded: Tensor, name: str, keys: Tensor) -> None:
+    """Check the rows of k_decoded together with those that they follow."""
+    rows = keys.shape[0] + decoded.shape[0]
+    if rows >= MAX_ROWS:
+        raise ValueError(explain("k_decoded", f"fewer than {MAX_ROWS} rows together with {name}", rows))
 
 
 def address(tensor: Tensor) -> int | None:

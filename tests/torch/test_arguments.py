@@ -87,6 +87,13 @@ def tensor_rows(names: tuple[str, ...]) -> list[Row]:
     return rows
 
 
+def half_of_the_rows(arguments: Arguments) -> Arguments:
+    """Each of both tensors of keys has half as many rows as both may have."""
+    rows = checks.MAX_ROWS // 2
+    keys = {name: arguments[name][:1].expand(rows, -1, -1) for name in SHARED_TENSORS[1:]}
+    return keys | {"context_seqlen": rows}
+
+
 def offset_rows(name: str) -> list[Row]:
     """Errors that a tensor of offsets can have."""
     return [
@@ -149,6 +156,7 @@ SHARED_ROWS: list[Row] = [
     ("head_dim", alter("v_decoded", lambda t: head_dim(t, 8)), ValueError, "v_decoded", "8"),
     ("head_dim", alter("v_decoded", lambda t: head_dim(t, 520)), ValueError, "v_decoded", "520"),
     ("rows", alter("v_decoded", lambda t: t[1:]), ValueError, "v_decoded", "5"),
+    ("rows of all keys", half_of_the_rows, ValueError, "k_decoded", str(checks.MAX_ROWS)),
     (
         "heads of the other keys",
         lambda arguments: {name: heads(arguments[name], 1) for name in ("k_decoded", "v_decoded")},
