@@ -166,7 +166,7 @@ def _prefers_cudnn(q: Tensor) -> bool:
 def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:
     if not isinstance(layout, SharedPromptLayout):
         raise TypeError(checks.explain("layout", "a SharedPromptLayout", type(layout).__name__))
-    if layout.num_local_tokens != layout.num_tokens:
+    if type(layout) is not SharedPromptLayout:
         expected = "that of a whole row; a divided one has a method attention(q, k, v)"
         raise SharedPromptLayoutError(checks.explain("layout", expected, f"a {type(layout).__name__}"))
     tokens = layout.num_tokens

@@ -261,7 +261,8 @@ def second_derivative(layout: ContextLayout, q: Tensor, k: Tensor) -> None:
 def wrong_calls(group: Any) -> list[Any]:
     case = CASES["tree"]
     layout = ContextLayout.of(case.layout, group)
-    rows = layout.num_local_tokens
+    rows, whole = layout.num_local_tokens, layout.num_tokens
+    padded = ContextLayout.at(case.layout, 2, 0, pad_to_multiple_of=whole)
     q, k = torch.zeros(rows, 4, 8), torch.zeros(rows, 2, 8)
     return [
         lambda: ContextLayout.of(case.layout, "all"),
@@ -274,7 +275,8 @@ def wrong_calls(group: Any) -> list[Any]:
         lambda: context_parallel_attention(q, k, k, ContextLayout.at(case.layout, 2, 0)),
         lambda: context_parallel_attention(q, k, k, ContextLayout.at(case.layout, 3, 0), group=group),
         lambda: ContextLayout.at(case.layout, 2, 0).gather(q),
-        lambda: shared_prompt_attention(*[torch.zeros(layout.num_tokens, 2, 8)] * 3, layout),
+        # A padded part may have as many rows as the whole.
+        lambda: shared_prompt_attention(*[torch.zeros(whole, 2, 8)] * 3, padded),
         lambda: second_derivative(layout, q, k),
         lambda: layout.shard(torch.zeros(3)),
         lambda: layout.gather(torch.zeros(3)),
