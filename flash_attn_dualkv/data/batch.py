@@ -422,7 +422,7 @@ def _of_rows(name: str, values: Tensor, source_index: Tensor, spans: Spans, pad:
     values = values.to(source_index.device)
     found = values.index_select(-1, source_index)
     rows = spans.rows(torch.arange(values.shape[-1], device=values.device))
-    is_same = found.index_select(-1, rows) == values
+    is_same = _is_same(found.index_select(-1, rows), values)
     if not (is_same.is_meta or is_same.all()):
         expected = "equal values of tokens that share a row (or group_ids that keep them apart)"
         raise SharedPromptError(explain(f"row_values[{name!r}]", expected, "different ones"))
@@ -450,18 +450,24 @@ def _on(device: torch.device, values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
 
 
+def _is_same(one: Any, other: Any) -> Any:
+    """Which values are equal; a missing one, NaN, is the same as another."""
+    return (one == other) | ((one != one) & (other != other))
+
+
 def _are_equal(one: Any, other: Any) -> bool:
     """Whether two values are equal, tensors and arrays (in lists, tuples and dicts too) in shape and all elements."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return are_tensors and one.device == other.device and not one.is_meta and torch.equal(one, other)
+        if not are_tensors or one.device != other.device or one.is_meta:
+            return False
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(_are_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_are_equal(value, other[key]) for key, value in one.items())
     if getattr(one, "shape", ()) != getattr(other, "shape", ()):
         return False
-    same = one == other
+    same = _is_same(one, other)
     return bool(same.all() if hasattr(same, "all") else same)

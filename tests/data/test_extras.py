@@ -87,6 +87,8 @@ def test_values_of_trees() -> None:
     assert part.sequence_lens == (4, 5) and part.response_lens == (3, 2)
     assert part.group_values["uid"] == ("c", "a")
     assert part.tree.borders == tuple(tree.borders[index] for index in chosen)
+    missing = pack_prefix_tree(WHOLE, tree=tree, row_values={"height": [one * torch.nan for one in HEIGHTS]})
+    assert missing.row_values["height"].isnan().all()
 
 
 @pytest.mark.parametrize("form", ["lists", "padded", "jagged"])
@@ -106,11 +108,13 @@ def test_values_that_differ_where_tokens_share_a_row(form: str) -> None:
 EQUAL: list[Any] = [
     lambda: np.arange(3), lambda: np.float32(2.0), lambda: np.array(["a"]), lambda: (np.arange(3), "a"),
     lambda: [torch.arange(3)], lambda: {"a": [np.arange(3), torch.arange(2)]},
+    lambda: float("nan"), lambda: np.array([1.0, np.nan]), lambda: [torch.tensor([1.0, np.nan])],
 ]  # fmt: skip
 UNEQUAL: list[tuple[Any, Any]] = [
     (np.arange(3), np.array([0, 1, 3])), (np.arange(3), np.arange(4)), (np.ones(1), np.ones((1, 1))), (np.ones(1), 1.0),
     (np.ones(2), torch.ones(2)), ((np.ones(2), 1), (np.ones(2), 2)), ([torch.ones(1)], [torch.ones(1, 1)]),
     ([1], (1,)), ({"a": torch.ones(2)}, {"b": torch.ones(2)}), ({"a": torch.ones(2)}, {"a": torch.zeros(2)}),
+    (float("nan"), 1.0), (torch.tensor(1.0), torch.tensor(np.nan)),
     (torch.ones(2), torch.ones(2, device="meta")), (torch.ones(2, device="meta"), torch.ones(2, device="meta")),
 ]  # fmt: skip
 
