@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import checks, ops
 from ..calls import make_options
 from ..checks import check_are_tensors, explain
-from ..host import to_device, untraced
+from ..host import to_device
 from ..nodes import tree_table
 from ..packed_attention import checked_tensors
 
@@ -98,7 +98,6 @@ class Forest:
         )  # fmt: skip
         return ops.attend(q, k, v, self._nodes(q.device), call, sinks=sinks)[0]
 
-    @untraced
     def _nodes(self, device: torch.device) -> Tensor:
         if device not in self._tables:
             self._tables[device] = to_device([next(iter(self._tables.values()))], device)[0]

@@ -86,6 +86,15 @@ def test_windows_softcaps_and_sinks(options: dict[str, Any]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_layers_take_the_forest_of_each_micro_batch() -> None:
+    compiled = torch.compile(lambda forest, q, k, v: forest.attend(q, k, v), backend="aot_eager", fullgraph=True)
+    tensors = inputs(12)
+    for parents in ([-1, 0, 0], [-1, -1, 1], [-1, 0, 1]):
+        forest = trees.Forest([4, 0, 9], [5, 4, 3], parents)
+        assert compiled(forest, *tensors).equal(forest.attend(*tensors))
+
+
 def bits(mask: Tensor) -> Tensor:
     """(1, N, words) int64, as AReaL packs what each row sees."""
     words = -(-mask.shape[1] // 64)
