@@ -25,8 +25,6 @@ from ..host import expand, int64s, offsets_of, take
 from .prefix_tree import SHIFTS, Boundary, PrefixTree
 from .samples import bytes_of
 
-ROOT = 0  # in `_Tree` what stands above all trees of the forest; it has no tokens
-
 
 def build_tree(
     tokens: Tensor,
@@ -158,38 +156,31 @@ def _common_prefixes(tokens: Tensor, begins: Tensor, lengths: Tensor, groups: Te
 
 
 class _Tree:
-    """The tree while it is made: the root, then the inner nodes, each kept or dissolved into its children; the leaves.
+    """The tree while it is made: the leaves, the root above all trees, then the inner nodes, each kept or dissolved.
 
     The tokens of a node end at `ends`. Parents may be dissolved nodes until `keep_savings`.
     """
 
     def __init__(self, leaf_lengths: list[int], borders: list[int]) -> None:
         """From the lengths of the leaves, and how many tokens each shares with the next."""
-        self.leaf_lengths = leaf_lengths
-        self.leaf_parents = [ROOT] * len(leaf_lengths)
-        self.ends = [0]
-        self.parents = [-1]
-        self.first_leaves = [0]
-        path = [ROOT]  # to the leaf before
+        self.root = root = len(leaf_lengths)
+        self.ends = [*leaf_lengths, 0]
+        self.parents = [root] * len(self.ends)
+        self.first_leaves = [*range(len(self.ends))]
+        path = [root]  # to the leaf before
         for leaf, border in enumerate(borders):
-            branch = -1  # the last inner node that the path leaves behind
+            below = leaf  # the last node that the path leaves behind
             while self.ends[path[-1]] > border:
-                branch = path.pop()
+                below = path.pop()
             if self.ends[path[-1]] < border:
-                node = len(self.ends)
-                self.ends.append(border)
                 self.parents.append(path[-1])
-                if branch < 0:
-                    self.first_leaves.append(leaf)
-                    self.leaf_parents[leaf] = node
-                else:
-                    self.first_leaves.append(self.first_leaves[branch])
-                    self.parents[branch] = node
-                path.append(node)
-            self.leaf_parents[leaf + 1] = path[-1]
-        self.kept = [True] * len(self.ends)
+                self.first_leaves.append(self.first_leaves[below])
+                path.append(len(self.ends))
+                self.ends.append(border)
+                self.parents[below] = path[-1]
+            self.parents[leaf + 1] = path[-1]
         # The inner nodes, parents before their children.
-        self.order = sorted(range(1, len(self.ends)), key=self.ends.__getitem__)
+        self.order = sorted(range(root + 1, len(self.ends)), key=self.ends.__getitem__)
 
     def keep_savings(self, least: int) -> None:
         """Keep the nodes with which the rows of all nodes, and `least` more for each inner one, are fewest.
@@ -198,13 +189,14 @@ class _Tree:
         seen from the end of the next kept node above it: it is up to a limit, which `_limits` knows.
         """
         limits = self._limits(least)
-        above = [ROOT] * len(self.ends)  # the next kept node, or the node itself
+        above = [*range(len(self.ends))]  # the node itself where it is kept, else the next kept one above
         for node in self.order:
-            parent = above[self.parents[node]]
-            self.kept[node] = self.ends[parent] <= limits[node]
-            above[node] = node if self.kept[node] else parent
-            self.parents[node] = parent
-        self.leaf_parents = [above[parent] for parent in self.leaf_parents]
+            self.parents[node] = parent = above[self.parents[node]]
+            if self.ends[parent] > limits[node]:
+                above[node] = parent
+        self.order = [node for node in self.order if above[node] == node]
+        for leaf in range(self.root):
+            self.parents[leaf] = above[self.parents[leaf]]
 
     def _limits(self, least: int) -> list[int]:
         """Where a kept node above each inner node may end at most for it to be kept; negative for never.
@@ -217,9 +209,9 @@ class _Tree:
         limits = [-1] * len(self.ends)
         constants, counts = [0] * len(self.ends), [0] * len(self.ends)
         heaps: list[list[tuple[int, int, int]]] = [[] for _ in self.ends]  # minus a limit, constant, count
-        for parent, length in zip(self.leaf_parents, self.leaf_lengths):
-            constants[parent] += length
-            counts[parent] += 1
+        for leaf in range(self.root):
+            constants[self.parents[leaf]] += self.ends[leaf]
+            counts[self.parents[leaf]] += 1
         for node in reversed(self.order):
             heap, end = heaps[node], self.ends[node]
             while heap and -heap[0][0] >= end:
@@ -253,18 +245,13 @@ class _Tree:
     def depth_first(self, leaf_of: Tensor, lengths: Sequence[int], boundary: Boundary) -> PrefixTree:
         """The nodes that are kept, as the tree of sequences of these lengths; `leaf_of` counts leaves."""
         # Nodes with the same first leaf are ancestors of each other: the upper one ends first.
-        entries = [(self.first_leaves[node], self.ends[node], node) for node in self.order if self.kept[node]]
-        entries += [(leaf, length, -1) for leaf, length in enumerate(self.leaf_lengths)]
-        entries.sort()
-        places = [-1] * len(self.ends)
-        leaf_places, lens, parents = [], [], []
-        for place, (first_leaf, end, node) in enumerate(entries):
-            if node < 0:
-                leaf_places.append(place)
-            else:
-                places[node] = place
-            parent = self.parents[node] if node >= 0 else self.leaf_parents[first_leaf]
-            parents.append(places[parent])
-            lens.append(end - self.ends[parent])
-        leaves = tuple(leaf_places[leaf] if length else -1 for leaf, length in zip(leaf_of.tolist(), lengths))
-        return PrefixTree(tuple(lens), tuple(parents), leaves, tuple(lengths), boundary)
+        nodes = [*range(self.root), *self.order]
+        nodes.sort(key=lambda node: (self.first_leaves[node], self.ends[node]))
+        places = {node: place for place, node in enumerate(nodes)} | {self.root: -1}
+        return PrefixTree(
+            tuple(self.ends[node] - self.ends[self.parents[node]] for node in nodes),
+            tuple(places[self.parents[node]] for node in nodes),
+            tuple(places[leaf] if length else -1 for leaf, length in zip(leaf_of.tolist(), lengths)),
+            tuple(lengths),
+            boundary,
+        )
