@@ -320,7 +320,7 @@ class Tokens:
     mask: Tensor | None = None  # (sum L,) 1 for the scored ones, beside the ids; None: the last ones of each sequence
     row_values: Mapping[str, Tensor] = field(default_factory=dict)  # (..., sum L) each
     group_values: Mapping[str, Sequence[Any]] | None = None  # B each
-    images: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)  # B each
+    images: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)  # B each, equal for those of a root
 
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
@@ -368,6 +368,7 @@ def pack_tokens(
         before = selected(torch.arange(len(ids), device=device), mask, scored).sub_(1)
     token_index, targets = spans.rows(before), take(ids, before + 1)
     group_values = named("group_values", tokens.group_values)
+    roots = [node for node, parent in enumerate(tree.node_parents) if parent < 0]
     return PackedBatch(
         _padded(take(ids, source_index), pad, PADDING_TOKEN),
         position_ids,
@@ -385,7 +386,7 @@ def pack_tokens(
         own_labels,
         {name: _of_rows(name, one, source_index, spans, pad) for name, one in tokens.row_values.items()},
         {name: _of_groups(name, one, tree) for name, one in group_values.items()},
-        {name: _on(device, _of_groups(name, one, tree)) for name, one in tokens.images.items()},
+        {name: _on(device, [one[tree.sources[root]] for root in roots]) for name, one in tokens.images.items()},
     )
 
 

@@ -8,7 +8,7 @@ is compared value by value: no hash is trusted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,64 +24,32 @@ ImageValues = Mapping[str, Sequence[Tensor | None]]
 GLIMPSE = 64
 
 
-class Images(NamedTuple):
-    """By the names of a model's inputs the tensors of each sample; None for a sample without."""
+def images_of(images: Any, count: int) -> tuple[dict[str, list[Tensor | None]], list[int]]:
+    """What a caller has given for `count` samples, checked; and of each sample the first one with the same images."""
+    values = {name: _checked(name, one, count) for name, one in named("images", images).items()}
+    if not values:
+        return {}, [0] * count
+    of_samples = [*zip(*values.values())]
+    firsts = [*range(count)]
+    for alike in groups_of(zip(*map(_glimpses, values.values()))):
+        different: list[int] = []
+        for index in alike:
+            first = next((one for one in different if all(map(_are_equal, of_samples[one], of_samples[index]))), index)
+            firsts[index] = first
+            if first == index:
+                different.append(index)
+    return values, firsts
 
-    values: Mapping[str, list[Tensor | None]]
 
-    @staticmethod
-    def of(images: Any, count: int) -> Images:
-        """What a caller has given for `count` samples, checked."""
-        values = {name: _checked(name, one, count) for name, one in named("images", images).items()}
-        return Images(values)
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
-    def divide(self, groups: Sequence[list[int]], group_ids: Sequence[Any] | None = None) -> list[list[int]]:
-        """Groups of samples with equal prompts, divided where images differ; with ids that is an error."""
-        if not self.values:
-            return [*groups]
-        glimpses = self._glimpses([index for one in groups for index in one])
-        parts: list[list[int]] = []
-        for members in groups:
-            found = [
-                part for alike in groups_of(map(glimpses.__getitem__, members)) for part in self._alike(members, alike)
-            ]
-            if group_ids is not None and len(found) > 1:
-                expected = f"equal images of the samples with the id {group_ids[members[0]]!r}"
-                raise SharedPromptError(
-                    explain("group_ids", expected, f"samples {found[0][0]} and {found[1][0]} differ")
-                )
-            parts += found
-        return sorted(parts)
 
-    def _alike(self, members: list[int], places: list[int]) -> list[list[int]]:
-        """Members at these places by equal images; all of a part then have the tensors of its first."""
-        parts: list[list[int]] = []
-        for index in (members[place] for place in places):
-            part = next((one for one in parts if self._are_equal(one[0], index)), None)
-            if part is None:
-                parts.append([index])
-                continue
-            part.append(index)
-            for one in self.values.values():
-                one[index] = one[part[0]]
-        return parts
-
-    def _are_equal(self, one: int, other: int) -> bool:
-        pairs = ((values[one], values[other]) for values in self.values.values())
-        return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-
-    def _glimpses(self, samples: Sequence[int]) -> dict[int, Any]:
-        """Shapes, types and some values of each sample; one copy from a GPU for each name."""
-        found: dict[int, list[Any]] = {index: [] for index in samples}
-        for values in self.values.values():
-            given = [(index, one) for index in samples if (one := values[index]) is not None]
-            some = [_some_of(one) for _, one in given]
-            counts = [len(one) for one in some]
-            seen = torch.cat(some).cpu().split(counts) if some else ()
-            shown = {index: (one.shape, one.dtype, few.numpy().tobytes()) for (index, one), few in zip(given, seen)}
-            for index in samples:
-                found[index].append(shown.get(index))
-        return {index: tuple(one) for index, one in found.items()}
+def _glimpses(values: Sequence[Tensor | None]) -> list[Any]:
+    """Shape and some values of each tensor; one copy from a GPU."""
+    some = [_some_of(one) for one in values if one is not None]
+    seen = iter(torch.cat(some).cpu().split([*map(len, some)]) if some else ())
+    return [None if one is None else (one.shape, next(seen).numpy().tobytes()) for one in values]
 
 
 def _some_of(tensor: Tensor) -> Tensor:

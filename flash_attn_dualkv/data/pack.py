@@ -26,7 +26,7 @@ from ..errors import SharedPromptError
 from ..host import take, untraced
 from . import samples
 from .batch import PackedBatch, Tokens, pack_tokens
-from .images import Images, ImageValues
+from .images import ImageValues, images_of
 from .prefix_tree import Boundary, PrefixTree, Spans, checked_boundary
 from .samples import GroupIds, Pick, TokenIds, named
 from .trie import build_tree, tree_with_borders
@@ -94,12 +94,11 @@ def pack_shared_prompts(
     largest = samples.largest_token("prompts and responses", bounds)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
-    given_images = Images.of(images, len(prompts))
-    groups = samples.group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids)
-    groups = given_images.divide(groups, ids)
+    of_samples, firsts = images_of(images, len(prompts))
+    groups = samples.group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, firsts, ids)
     totals = [*map(int.__add__, prompt_lens, response_lens)]
     values = {name: samples.listed(name, one, totals) for name, one in named("row_values", row_values).items()}
-    what = Tokens(tokens, response_lens, largest, None, values, group_values, given_images.values)
+    what = Tokens(tokens, response_lens, largest, None, values, group_values, of_samples)
     return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
@@ -162,8 +161,8 @@ def pack_padded(
         prompt_lens = samples.prompt_lengths("prompt_length", prompt_length, fetched, lengths)
         response_lens = [total - length for total, length in zip(lengths, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
-    given_images = Images.of(images, len(input_ids))
-    groups = given_images.divide(samples.group(ids, [*map(int.__add__, rows, begins)], prompt_lens, labels), labels)
+    of_samples, firsts = images_of(images, len(input_ids))
+    groups = samples.group(ids, [*map(int.__add__, rows, begins)], prompt_lens, firsts, labels)
     count = sum(prompt_lens) + sum(response_lens)
 
     def flat(name: str, values: Any) -> Tensor:
@@ -175,7 +174,7 @@ def pack_padded(
     kept = samples.selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
     values = {name: flat(name, one) for name, one in named("row_values", row_values).items()}
     tokens = input_ids.flatten().index_select(0, kept)
-    what = Tokens(tokens, response_lens, largest, None, values, group_values, given_images.values)
+    what = Tokens(tokens, response_lens, largest, None, values, group_values, of_samples)
     return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
@@ -222,11 +221,11 @@ def pack_jagged(
     begin, end = (int(offsets[at]) for at in (0, -1))
     largest = samples.largest_token("input_ids", samples.extremes(tokens[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
-    given_images = Images.of(images, len(totals))
-    groups = given_images.divide(samples.group(tokens, offsets.tolist(), lengths, labels), labels)
+    of_samples, firsts = images_of(images, len(totals))
+    groups = samples.group(tokens, offsets.tolist(), lengths, firsts, labels)
     rows = {name: samples.jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}
     samples.check_offsets(offsets, dict(zip(others, fetched[len(given) :])))
-    what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values, given_images.values)
+    what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values, of_samples)
     return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
@@ -318,10 +317,8 @@ def group_by_prompt(
     given = samples.all_tokens([*samples.sequences_of("prompts", prompts)], ("prompts",))
     (tokens,), ids = samples.fetch([samples.joined(given)], group_ids, len(given))
     lengths = [*map(Tensor.numel, given)]
-    given_images = Images.of(images, len(given))
-    if not given:
-        return []
-    return given_images.divide(samples.group(tokens, [*accumulate(lengths, initial=0)], lengths, ids), ids)
+    _, firsts = images_of(images, len(given))
+    return samples.group(tokens, [*accumulate(lengths, initial=0)], lengths, firsts, ids) if given else []
 
 
 @untraced

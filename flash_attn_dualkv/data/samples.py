@@ -216,13 +216,15 @@ def group(
     tokens: Tensor,
     begins: Sequence[int],
     lengths: Sequence[int],
+    images: Sequence[int],
     group_ids: Sequence[Hashable] | None,
 ) -> list[list[int]]:
-    """Samples with the same prompt, or with the same id, whose prompts must then be equal.
+    """Samples with the same prompt and images, or with the same id, where both must then be equal.
 
     Args:
         tokens: int64 on the host, contiguous.
         begins, lengths: of each prompt among them.
+        images: a number for each sample, equal for equal images.
         group_ids: one for each sample, or None.
     """
     if not lengths:
@@ -231,13 +233,15 @@ def group(
         raise SharedPromptError(explain(f"prompts[{lengths.index(0)}]", "at least one token", 0))
     prompts = bytes_of(tokens, begins, lengths)
     if group_ids is None:
-        return groups_of(_short_keys(prompts))
+        return groups_of(zip(_short_keys(prompts), images))
     groups = groups_of(group_ids)
     for members in groups:
+        first = members[0]
         for other in members[1:]:
-            if prompts[other] != prompts[members[0]]:
-                expected = f"equal prompts of the samples with the id {group_ids[other]!r}"
-                raise SharedPromptError(explain("group_ids", expected, f"samples {members[0]} and {other} differ"))
+            for what, one in (("prompts", prompts), ("images", images)):
+                if one[other] != one[first]:
+                    expected = f"equal {what} of the samples with the id {group_ids[other]!r}"
+                    raise SharedPromptError(explain("group_ids", expected, f"samples {first} and {other} differ"))
     return groups
 
 

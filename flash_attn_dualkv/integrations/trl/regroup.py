@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ...data.images import Images
+from ...data.images import images_of
+from ...data.samples import groups_of
 from ..siblings import fill
 
 
@@ -32,11 +33,9 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
     merged = {name: _join([one[name] for one in slices]) for name in slices[0]}
     padding = merged["prompt_mask"] == 0
     prompts = merged["prompt_ids"].masked_fill(padding, -1).tolist()
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        groups.setdefault(tuple(prompt), []).append(row)
     images = {name: value for name, value in merged.items() if isinstance(value, list) and isinstance(value[0], Tensor)}
-    parts = fill(Images.of(images, len(prompts)).divide([*groups.values()]), rows)
+    _, firsts = images_of(images, len(prompts))
+    parts = fill(groups_of(zip(map(tuple, prompts), firsts)), rows)
     moved = [{name: _select(value, part) for name, value in merged.items()} for part in parts]
     return [unsplit_pixel_values_by_grid(one) for one in moved]
 
