@@ -87,12 +87,11 @@ def pack_shared_prompts(
     prompts = samples.sequences_of("prompts", prompts)
     responses = samples.sequences_of("responses", responses)
     check_count("responses", responses, len(prompts), "prompts")
-    given = samples.all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
-    tokens = samples.joined(given)
+    given = chain.from_iterable(zip(prompts, responses))
+    tokens, lengths = samples.token_lists(given, "prompts", "responses")
     # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
     (fetched, bounds), ids = samples.fetch([tokens, samples.extremes(tokens)], group_ids, len(prompts))
     largest = samples.largest_token("prompts and responses", bounds)
-    lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
     of_samples, firsts = images_of(images, len(prompts))
     groups = samples.group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, firsts, ids)
@@ -280,24 +279,23 @@ def pack_prefix_tree(
             described, a tree of other sequences, or an option that is not as described.
     """
     pick = Pick.of(sequences, chosen)
-    given, lengths = _checked(pick("sequences", sequences))
+    tokens, lengths = _checked(pick("sequences", sequences))
     if tree is not None:
         _check_tree(tree, pick, lengths, boundary, min_shared, borders)
     if chosen is not None and isinstance(group_ids, Tensor):
         group_ids = checks.integers("group_ids", group_ids, 1).tolist()
-    tokens = [samples.joined(given, "sequences")]
-    if loss_mask is not None:
-        tokens.append(samples.joined_mask(pick("loss_mask", loss_mask), lengths))
-    (ids, *mask), groups = samples.fetch(tokens, pick("group_ids", group_ids), len(lengths), "sequences")
+    mask = None if loss_mask is None else samples.joined_mask(pick("loss_mask", loss_mask), lengths)
+    given = [tokens] if mask is None else [tokens, mask]
+    (ids, *marks), groups = samples.fetch(given, pick("group_ids", group_ids), len(lengths), "sequences")
+    largest = samples.largest_token("sequences", samples.extremes(ids))
     if tree is None:
-        nodes, largest = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
+        nodes = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
     else:
         nodes = _part(tree, pick.indices, ids, groups)
-        largest = samples.largest_token("sequences", samples.extremes(ids))
-    scored = samples.scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
+    scored = samples.scored_lens(marks[0], lengths) if marks else [max(0, length - 1) for length in lengths]
     by_token, by_root = pick.each("row_values", row_values), pick.each("group_values", group_values)
     values = {name: samples.listed(name, one, lengths) for name, one in by_token.items()}
-    what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, values, by_root)
+    what = Tokens(tokens, scored, largest, mask, values, by_root)
     return pack_tokens(what, nodes, pad_to_multiple_of, device)
 
 
@@ -314,11 +312,10 @@ def group_by_prompt(
         SharedPromptError: an empty prompt; samples of one group id with different prompts; an argument that is not as
             described.
     """
-    given = samples.all_tokens([*samples.sequences_of("prompts", prompts)], ("prompts",))
-    (tokens,), ids = samples.fetch([samples.joined(given)], group_ids, len(given))
-    lengths = [*map(Tensor.numel, given)]
-    _, firsts = images_of(images, len(given))
-    return samples.group(tokens, [*accumulate(lengths, initial=0)], lengths, firsts, ids) if given else []
+    tokens, lengths = samples.token_lists(samples.sequences_of("prompts", prompts), "prompts")
+    (tokens,), ids = samples.fetch([tokens], group_ids, len(lengths))
+    _, firsts = images_of(images, len(lengths))
+    return samples.group(tokens, [*accumulate(lengths, initial=0)], lengths, firsts, ids) if lengths else []
 
 
 @untraced
@@ -338,9 +335,10 @@ def group_by_prefix(
     Raises:
         SharedPromptError: as there.
     """
-    given, lengths = _checked(samples.sequences_of("sequences", sequences))
-    (ids,), groups = samples.fetch([samples.joined(given, "sequences")], group_ids, len(lengths), "sequences")
-    return _built(ids, lengths, groups, boundary, min_shared, None)[0]
+    tokens, lengths = _checked(samples.sequences_of("sequences", sequences))
+    (ids,), groups = samples.fetch([tokens], group_ids, len(lengths), "sequences")
+    samples.largest_token("sequences", samples.extremes(ids))
+    return _built(ids, lengths, groups, boundary, min_shared, None)
 
 
 def _pack(
@@ -366,17 +364,16 @@ def _pack(
 
 def _built(
     ids: Tensor, lengths: list[int], groups: list[Any] | None, boundary: Any, min_shared: Any, borders: Any
-) -> tuple[PrefixTree, int]:
-    """The tree of the tokens of all sequences (on the host), and the largest token."""
+) -> PrefixTree:
+    """The tree of the tokens of all sequences (on the host)."""
     boundary = checked_boundary("gather" if boundary is None else boundary)
     least = checks.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
-    largest = samples.largest_token("sequences", samples.extremes(ids))
     if borders is None:
-        return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least), largest
+        return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least)
     if min_shared is not None:
         raise SharedPromptError(explain("min_shared", "None with borders, which say where nodes begin", min_shared))
     borders = _checked_borders(borders, lengths)
-    return tree_with_borders(ids, lengths, groups, borders, boundary=boundary), largest
+    return tree_with_borders(ids, lengths, groups, borders, boundary=boundary)
 
 
 def _check_tree(tree: Any, pick: Pick, lengths: list[int], boundary: Any, min_shared: Any, borders: Any) -> None:
@@ -413,12 +410,11 @@ def _part(tree: PrefixTree, chosen: Sequence[int], ids: Tensor, groups: list[Any
     return nodes
 
 
-def _checked(sequences: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
-    """The sequences as tensors, and their lengths."""
-    given = samples.all_tokens([*sequences], ("sequences",))
-    if not given:
+def _checked(sequences: Sequence[Any]) -> tuple[Tensor, list[int]]:
+    """The tokens of all sequences, and how many each has."""
+    if not len(sequences):
         raise SharedPromptError(explain("sequences", "at least one", 0))
-    return given, [*map(Tensor.numel, given)]
+    return samples.token_lists(sequences, "sequences")
 
 
 def _checked_borders(borders: Any, lengths: Sequence[int]) -> list[Sequence[int]]:

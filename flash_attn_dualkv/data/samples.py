@@ -66,12 +66,14 @@ def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
     return checks.integers(name, tokens, 1, also)
 
 
-def joined(tokens: Sequence[Tensor], name: str = "prompts and responses") -> Tensor:
-    """All in one, contiguous."""
+def token_lists(given: Iterable[Any], *names: str, also: Sequence[torch.dtype] = ()) -> tuple[Tensor, list[int]]:
+    """The tokens of `all_tokens`, all in one, contiguous; and how many each sequence has."""
+    tokens = all_tokens([*given], names, also)
     _common_device(tokens)
     if not tokens:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    return checks.integers(name, torch.cat(list(tokens)), 1, (torch.bool,))
+        return torch.empty(0, dtype=torch.int64, device="cpu"), []
+    together = checks.integers(" and ".join(names), torch.cat(tokens), 1, (torch.bool,))
+    return together, [*map(Tensor.numel, tokens)]
 
 
 def largest_token(name: str, extremes: Tensor) -> int:
@@ -250,12 +252,12 @@ def group(
 
 def joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
     """All masks in one, each as long as its sequence."""
-    masks = all_tokens([*sequences_of("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
-    check_count("loss_mask", masks, len(lengths), "sequences")
-    for index, (size, length) in enumerate(zip(map(Tensor.numel, masks), lengths)):
+    mask, sizes = token_lists(sequences_of("loss_mask", loss_mask, "masks"), "loss_mask", also=(torch.bool,))
+    check_count("loss_mask", sizes, len(lengths), "sequences")
+    for index, (size, length) in enumerate(zip(sizes, lengths)):
         if size != length:
             raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
-    return joined(masks, "loss_mask").long()
+    return mask.long()
 
 
 def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:

@@ -43,6 +43,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: pack_shared_prompts(["text"], [[1]]), r"^prompts\[0\]: expected a 1-D integer tensor"),
     (lambda: pack_shared_prompts([ONES[0], ONES[0].to("meta")], [*ONES]), "^device: expected cpu"),
     (lambda: pack_shared_prompts([ONES[0].to("meta")], [ONES[0].to("meta")]), "^prompts and .* on meta"),
+    (lambda: group_by_prompt([ONES[0].to("meta")]), "^prompts: expected a tensor that has values, got one on meta"),
     (lambda: pack_shared_prompts([[1]], [[1]], boundary="both"), "^boundary: expected 'replicate' or"),
     (lambda: pack_shared_prompts([[1]], [[1]], max_responses_per_group=0), "^max_responses_per_group"),
     (lambda: pack_shared_prompts([[1]], [[1]], pad_to_multiple_of=0), "^pad_to_multiple_of"),
