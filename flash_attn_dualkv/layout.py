@@ -14,7 +14,7 @@ from torch import Tensor
 from . import checks
 from .errors import SharedPromptLayoutError
 from .host import SeparatelyPickled, runs, same_device, to_device, untraced
-from .nodes import part_table, tree_table, visible_pairs
+from .nodes import part_table, path_begins, tree_table, visible_pairs
 
 # The fewest rows that leave between two that stay: each run of queries begins a tile of attention
 # of its own, half of which is empty on average, 64 rows.
@@ -83,7 +83,7 @@ class SharedPromptLayout(SeparatelyPickled):
         rows = sum(lens) + pad
         if rows >= checks.MAX_ROWS:
             raise SharedPromptLayoutError(checks.explain("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows))
-        nodes, longest, mean = tree_table(lens, above, SharedPromptLayoutError)
+        nodes, longest, mean = tree_table(lens, above)
         layout = SharedPromptLayout(nodes, tuple(lens), tuple(above), longest, mean, rows, pad)
         return layout if device is None else layout.to(device)
 
@@ -105,10 +105,7 @@ class SharedPromptLayout(SeparatelyPickled):
     @property
     def depth(self) -> int:
         """The most nodes on a path."""
-        depths: list[int] = []
-        for parent in self.node_parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return max(depths, default=0)
+        return 1 + max(path_begins([1] * self.num_nodes, self.node_parents), default=-1)
 
     @property
     def num_local_tokens(self) -> int:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
+from operator import add
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import MAX_ROWS, explain
+from .errors import SharedPromptLayoutError
 from .host import ints
 
 
@@ -128,28 +130,28 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
 
 @torch.inference_mode(False)  # autograd saves the table
 def tree_table(
-    lengths: Sequence[int],
-    parents: Sequence[int],
-    error: type[ValueError] = ValueError,
-    begins: Sequence[int] | None = None,
+    lengths: Sequence[int], parents: Sequence[int], begins: Sequence[int] | None = None
 ) -> tuple[Tensor, int, int]:
     """The table of trees on the host, the most rows of a path, and how many of its path a row sees on average.
 
-    The average is rounded up. `error` is raised as `tree_nodes` says. `begins`: the first row of each node; None where
-    they lie one behind the other.
+    The average is rounded up; errors are those of `tree_nodes`. `begins`: the first row of each node; None where they
+    lie one behind the other.
     """
-    ends = _subtree_ends(parents, "parents[{}]", error)
-    # Rows of the path to the end of each node; parent -1 finds the last entry, which stays 0.
-    sums = [0] * (len(parents) + 1)
-    positions: list[int] = []
-    for index, (length, parent) in enumerate(zip(lengths, parents)):
-        positions.append(sums[parent])
-        sums[index] = sums[parent] + length
+    ends = _subtree_ends(parents, "parents[{}]")
+    positions = path_begins(lengths, parents)
     begins = [*accumulate(lengths, initial=0)][:-1] if begins is None else begins
     rows = (begins, lengths, positions)
     table = host_nodes(chain.from_iterable(zip(*rows, *rows, parents, ends)))
     pairs = sum(map(visible_pairs, positions, lengths))
-    return table, max(sums), -(-pairs // max(sum(lengths), 1))
+    return table, max(map(add, positions, lengths), default=0), -(-pairs // max(sum(lengths), 1))
+
+
+def path_begins(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The position of each node's first row on its path: how many rows the nodes above it have."""
+    begins: list[int] = []
+    for parent in parents:
+        begins.append(begins[parent] + lengths[parent] if parent >= 0 else 0)
+    return begins
 
 
 def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tuple[int, int]]) -> Tensor:
@@ -180,36 +182,31 @@ def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tu
     rows: list[tuple[int, ...]] = []  # `Node` without the end of its subtree
     places: dict[int, int] = {}
     row = 0
-    for index, (length, parent) in enumerate(zip(lengths, parents)):
+    for index, (start, length, position) in enumerate(zip(starts, lengths, path_begins(lengths, parents))):
         if not is_seen[index]:
             continue
-        above = places.get(parent, -1)
-        position = rows[above][4] + rows[above][5] if above >= 0 else 0
+        keys, above = (start, length, position), places.get(parents[index], -1)
         places[index] = len(rows)
-        start = starts[index]
-        begin, end = own[index][0] if own[index] else (start, start)
-        rows.append((row, end - begin, position + begin - start, start, length, position, above))
-        row += end - begin
-        for begin, end in own[index][1:]:
-            keys = (starts[index + 1], 0, position + length)
-            rows.append((row, end - begin, position + begin - start, *keys, places[index]))
+        for begin, end in own[index] or [(start, start)]:
+            rows.append((row, end - begin, position + begin - start, *keys, above))
             row += end - begin
+            keys, above = (start + length, 0, position + length), places[index]
     ends = _subtree_ends([one[-1] for one in rows], "parents[{}]")
     return host_nodes(chain.from_iterable((*one, end) for one, end in zip(rows, ends)))
 
 
-def _subtree_ends(parents: Sequence[int], name: str, error: type[ValueError] = ValueError) -> list[int]:
-    """The index behind the last descendant of each node; `error`, for the node's `name`, unless depth-first."""
+def _subtree_ends(parents: Sequence[int], name: str) -> list[int]:
+    """The index behind the last descendant of each node; an error, for the node's `name`, unless depth-first."""
     ends = [len(parents)] * len(parents)
     path: list[int] = []
     for index, parent in enumerate(parents):
         if not -1 <= parent < index:
-            raise error(explain(name.format(index), f"-1 or a node before {index}", parent))
+            raise SharedPromptLayoutError(explain(name.format(index), f"-1 or a node before {index}", parent))
         while path and path[-1] != parent:
             ends[path.pop()] = index
         if parent >= 0 and not path:
             expected = f"a node on the path to node {index - 1} (depth-first order)"
-            raise error(explain(name.format(index), expected, parent))
+            raise SharedPromptLayoutError(explain(name.format(index), expected, parent))
         path.append(index)
     return ends
 
@@ -243,8 +240,9 @@ def checked_nodes(nodes: Tensor, q_rows: int, k_rows: int, decoded_rows: int | N
     if nodes.dim() != 2 or nodes.shape[1] != COLUMNS:
         raise ValueError(explain("nodes", f"shape (nodes, {COLUMNS})", f"shape {tuple(nodes.shape)}"))
     table = [Node(*row) for row in nodes.tolist()]
-    ends = _subtree_ends([node.parent for node in table], "nodes[{}].parent")
-    for index, node in enumerate(table):
+    parents = [node.parent for node in table]
+    ends, positions = _subtree_ends(parents, "nodes[{}].parent"), path_begins([node.kv_len for node in table], parents)
+    for index, (node, position) in enumerate(zip(table, positions)):
         _check_rows("cu_seqlens_q", node.q_begin, node.q_len, q_rows, "q")
         if decoded_rows is None:
             _check_rows("cu_seqlens_k", node.kv_begin, node.kv_len, k_rows, "k")
@@ -252,8 +250,6 @@ def checked_nodes(nodes: Tensor, q_rows: int, k_rows: int, decoded_rows: int | N
             _check_rows("cu_seqlens_context", node.kv_begin, node.kv_len, k_rows, "k_context")
         else:
             _check_rows("cu_seqlens_k_decoded", node.kv_begin - k_rows, node.kv_len, decoded_rows, "k_decoded")
-        above = table[node.parent] if node.parent >= 0 else None
-        position = 0 if above is None else above.kv_pos0 + above.kv_len
         if node.kv_pos0 != position:
             raise ValueError(explain(f"nodes[{index}].kv_pos0", f"{position} (the keys above)", node.kv_pos0))
     for index, (node, end) in enumerate(zip(table, ends)):

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from .. import checks
 from ..host import untraced
-from ..nodes import visible_pairs
+from ..nodes import path_begins, visible_pairs
 
 # Chunks of a rank. A cut costs the kernels next to nothing. Visible keys of the fullest rank over
 # the mean, groups and trees of 128K rows over 2 to 8 ranks: at most 1.04 with 8 chunks, up to 1.49
@@ -59,11 +59,8 @@ def divide_rows(
 
 def _pairs(starts: Sequence[int], parents: Sequence[int], borders: Sequence[int]) -> list[int]:
     """Pairs of a query and a key that it sees, of the rows between borders."""
-    begins = [0] * len(parents)  # rows of the path above each node
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            begins[node] = begins[parent] + starts[parent + 1] - starts[parent]
     lens = [end - begin for begin, end in pairwise(starts)]
+    begins = path_begins(lens, parents)
     before = [*accumulate(map(visible_pairs, begins, lens), initial=0)]
 
     def up_to(row: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..host import int64s, offsets_of, take
+from ..nodes import path_begins
 
 Boundary = Literal["replicate", "gather"]
 SHIFTS = {"replicate": 1, "gather": 0}  # tokens before a branch that are left to the children
@@ -74,10 +75,7 @@ class PrefixTree:
     @cached_property
     def begins(self) -> tuple[int, ...]:
         """(n,) the position of the first token of each node in its sequences."""
-        begins: list[int] = []
-        for parent in self.node_parents:
-            begins.append(0 if parent < 0 else begins[parent] + self.node_lens[parent])
-        return tuple(begins)
+        return tuple(path_begins(self.node_lens, self.node_parents))
 
     @cached_property
     def roots(self) -> tuple[int, ...]:
