@@ -204,27 +204,29 @@ def pack_jagged(
         SharedPromptError: as there; a tensor that is not nested, a prompt longer than its sequence.
     """
     nested = samples.jagged("input_ids", input_ids)
-    if nested.dim() != 2 or nested.lengths() is not None:
-        got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
-        raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
-    values = checks.integers("input_ids", nested.values(), 1)
+    if nested.dim() != 2:
+        raise SharedPromptError(explain("input_ids", "2 dimensions", nested.dim()))
+    tokens = checks.integers("input_ids", nested.values(), 1)
     given = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
     by_token = named("row_values", row_values)
+    by_token = {name: samples.jagged(f"row_values[{name!r}]", one) for name, one in by_token.items()}
     # Most often one tensor for all.
-    others = {name: samples.jagged(f"row_values[{name!r}]", one).offsets() for name, one in by_token.items()}
-    others = {name: one for name, one in others.items() if one is not nested.offsets()}
-    wanted = [values, nested.offsets(), *given, *others.values()]
-    (tokens, offsets, *fetched), labels = samples.fetch(wanted, group_ids, len(nested))
+    others = {name: one.offsets() for name, one in by_token.items() if one.offsets() is not nested.offsets()}
+    wanted = [tokens, nested.offsets(), *given, *others.values()]
+    (ids, offsets, *fetched), labels = samples.fetch(wanted, group_ids, len(nested))
     totals = offsets.diff().tolist()
     lengths = samples.prompt_lengths("prompt_lens", prompt_lens, fetched[: len(given)], totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
-    largest = samples.largest_token("input_ids", samples.extremes(tokens[begin:end]))
+    largest = samples.largest_token("input_ids", samples.extremes(ids[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
     of_samples, firsts = images_of(images, len(totals))
-    groups = samples.group(tokens, offsets.tolist(), lengths, firsts, labels)
-    rows = {name: samples.jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}
-    samples.check_offsets(offsets, dict(zip(others, fetched[len(given) :])))
-    what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values, of_samples)
+    groups = samples.group(ids, offsets.tolist(), lengths, firsts, labels)
+    values = {name: rows[..., begin:end] for name, rows in samples.jagged_rows(by_token, len(tokens)).items()}
+    for name, own in zip(others, fetched[len(given) :]):
+        if not own.equal(offsets):
+            expected = "the offsets of input_ids"
+            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, f"others: {checks.describe(own)}"))
+    what = Tokens(tokens[begin:end], response_lens, largest, None, values, group_values, of_samples)
     return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 

@@ -100,10 +100,13 @@ def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 def jagged(name: str, values: Any) -> Any:
-    """A nested tensor; a type checker knows nothing of its methods."""
+    """A nested tensor without gaps; a type checker knows nothing of its methods."""
     if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
         raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", checks.describe(values)))
-    return values
+    nested: Any = values
+    if nested.lengths() is not None:
+        raise SharedPromptError(explain(name, "no gaps between the sequences", "some, as torch.nested.narrow makes"))
+    return nested
 
 
 def position_rows(values: Any) -> Tensor:
@@ -117,21 +120,13 @@ def position_rows(values: Any) -> Tensor:
     return flat.unflatten(0, (len(values), -1)).transpose(0, 1).flatten(1)
 
 
-def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
-    """(..., T) of jagged values that lie as the tokens do."""
-    name = f"row_values[{name!r}]"
-    rows = position_rows(jagged(name, values))
-    if rows.shape[-1] != len(like):
-        raise SharedPromptError(explain(name, f"{len(like)} values (as input_ids)", rows.shape[-1]))
-    return rows[0] if values.dim() == 2 else rows
-
-
-def check_offsets(offsets: Tensor, others: Mapping[str, Tensor]) -> None:
-    """SharedPromptError unless jagged values begin where the tokens do, sample by sample."""
-    for name, own in others.items():
-        if not torch.equal(own, offsets):
-            expected = "the offsets of input_ids"
-            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, f"others: {checks.describe(own)}"))
+def jagged_rows(values: Mapping[str, Any], count: int) -> dict[str, Tensor]:
+    """(..., T) each of jagged values by name, of as many tokens."""
+    found = {name: position_rows(one) for name, one in values.items()}
+    for name, rows in found.items():
+        if rows.shape[-1] != count:
+            raise SharedPromptError(explain(f"row_values[{name!r}]", f"{count} values (as input_ids)", rows.shape[-1]))
+    return {name: rows[0] if values[name].dim() == 2 else rows for name, rows in found.items()}
 
 
 # Lengths

@@ -141,6 +141,12 @@ def jagged(values: torch.Tensor) -> PackedBatch:
     return pack_jagged(nested(tensors([[1, 2]])), [1], row_values={"x": values})
 
 
+def with_gap() -> torch.Tensor:
+    """One value and two, which begin where two sequences of two tokens do."""
+    values, ones = torch.tensor([[1, 2], [4, 5]]), torch.tensor([1, 2])
+    return torch.nested.narrow(values, 1, torch.zeros_like(ones), ones, layout=torch.jagged)
+
+
 ERRORS: list[tuple[Any, str]] = [
     (lambda: batches(HEIGHTS, {"uid": UIDS[:3]})["lists"](), r"^group_values\['uid'\]: expected 4 of them"),
     (lambda: lists(row_values={"x": [*HEIGHTS[:3], HEIGHTS[0]]}), r"^row_values\['x'\]\[3\]: expected shape"),
@@ -153,6 +159,9 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: jagged(nested(tensors([[1], [2]]))), r"^row_values\['x'\]: expected the offsets of input_ids"),
     (lambda: pack_jagged(nested(tensors([[1, 2], [4]])), [1, 1], row_values={"x": nested(tensors([[1], [3, 4]]))}),
      r"^row_values\['x'\]: expected the offsets of input_ids"),
+    (lambda: pack_jagged(nested(tensors([[1, 2], [4, 5]])), [1, 1], row_values={"x": with_gap()}),
+     r"^row_values\['x'\]: expected no gaps between the sequences"),
+    (lambda: pack_jagged(with_gap(), [1, 1]), "^input_ids: expected no gaps between the sequences"),
     (lambda: pack_prefix_tree([[1] * 9, [2] * 9], tree=group_by_prefix([[1] * 9] * 2, min_shared=1)),
      "^tree: expected that of these sequences, got one in which other tokens share rows"),
     (lambda: pack_prefix_tree([[1] * 9] * 2, tree=group_by_prefix([[1] * 9] * 2), group_ids=[0, 1]),
