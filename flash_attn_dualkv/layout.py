@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -202,13 +202,12 @@ class SharedPromptLayout(SeparatelyPickled):
         copies: dict[tuple[str, int | None], SharedPromptLayout] = self.__dict__.setdefault("_copies", {})
         place = target.type, index
         if place not in copies:
-            copies[place] = self._copied_to(target)
+            own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "position_ids"}
+            tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+            moved: dict[str, Any] = dict(zip(tensors, to_device([*tensors.values()], target)))
+            moved |= {name: value.to(target) for name, value in own.items() if isinstance(value, SharedPromptLayout)}
+            copies[place] = replace(self, position_ids=None, **moved)
         return copies[place]
-
-    def _copied_to(self, device: torch.device) -> SharedPromptLayout:
-        nodes, *rows = to_device([self.nodes] if self.query_rows is None else [self.nodes, self.query_rows], device)
-        late = None if self.late is None else self.late.to(device)
-        return replace(self, nodes=nodes, query_rows=rows[0] if rows else None, late=late, position_ids=None)
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """SharedPromptLayoutError if a model runs on other positions than those of the layout's batch.

@@ -126,11 +126,6 @@ class ContextLayout(DividedLayout):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return context_parallel_attention(q, k, v, self, **options)
 
-    def _copied_to(self, device: torch.device) -> SharedPromptLayout:
-        assert self.row_index is not None and self.gather_index is not None
-        nodes, row_index, gather_index = to_device([self.nodes, self.row_index, self.gather_index], device)
-        return replace(self, nodes=nodes, row_index=row_index, gather_index=gather_index)
-
 
 @overload
 def context_parallel_attention(

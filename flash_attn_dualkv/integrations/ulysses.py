@@ -17,7 +17,7 @@ Works with any process group; needs no other library.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor
 from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError
-from ..host import to_device
 from ..layout import SharedPromptLayout
 from ..packed_attention import shared_prompt_attention
 from .divided import DividedLayout, check_group
@@ -81,10 +80,6 @@ class UlyssesLayout(DividedLayout):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return ulysses_attention(q, k, v, self, **options)
-
-    def _copied_to(self, device: torch.device) -> SharedPromptLayout:
-        assert self.whole is not None
-        return replace(self, nodes=to_device([self.nodes], device)[0], whole=self.whole.to(device))
 
 
 def ulysses_attention(

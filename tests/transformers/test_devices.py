@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout
 from flash_attn_dualkv.integrations import guard
+from flash_attn_dualkv.integrations.context_parallel import ContextLayout
 from flash_attn_dualkv.integrations.transformers.masks import DeferredMask, deferred_mask
 
 accelerate = pytest.importorskip("accelerate")
@@ -113,6 +114,9 @@ def test_a_layout_is_moved_once() -> None:
     moved = layout.to("meta")
     assert moved is layout.to("meta") is layout.to(torch.device("meta")) and moved.nodes.is_meta
     assert layout.to("cpu") is layout and moved.is_like(layout)
+    divided = ContextLayout.at(layout, 2, 0).to("meta")
+    assert divided.num_local_tokens == ContextLayout.at(layout, 2, 0).num_local_tokens
+    assert all(one.is_meta for one in vars(divided).values() if isinstance(one, Tensor))
     copy = pickle.loads(pickle.dumps(layout))
     assert len(pickle.dumps(layout)) == len(pickle.dumps(MIXED.pack().layout))
     assert copy.to("meta") is not moved
