@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -161,15 +161,11 @@ class SharedPromptLayout(SeparatelyPickled):
         """
         is_read = torch.zeros(self.num_tokens + 2, dtype=torch.int8, device=rows.device)
         is_read[rows + 1] = 1
-        changes = is_read.diff().nonzero().view(-1, 2).tolist()
-        read: list[tuple[int, int]] = []
-        for begin, end in changes:
-            if begin - (read[-1][1] if read else 0) < MIN_LEAVING:
-                begin = read.pop()[0] if read else 0
-            read.append((begin, end))
-        if read and self.num_tokens - read[-1][1] < MIN_LEAVING:
-            read[-1] = read[-1][0], self.num_tokens
-        if read in ([], [(0, self.num_tokens)]):
+        edges = [0, *is_read.diff().nonzero().view(-1).tolist(), self.num_tokens]
+        leaving = [one for one in zip(edges[::2], edges[1::2]) if one[1] - one[0] >= MIN_LEAVING]
+        borders = [0, *chain.from_iterable(leaving), self.num_tokens]
+        read = [(begin, end) for begin, end in zip(borders[::2], borders[1::2]) if begin < end]
+        if not leaving or not read:
             return None
         # Padding is in no node.
         own = [(begin, min(end, self.num_tokens - self.pad)) for begin, end in read]

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -80,10 +81,7 @@ class PrefixTree:
     @cached_property
     def roots(self) -> tuple[int, ...]:
         """(n,) the number of the tree of the forest that each node is in."""
-        roots: list[int] = []
-        for parent in self.node_parents:
-            roots.append(roots[parent] if parent >= 0 else roots[-1] + 1 if roots else 0)
-        return tuple(roots)
+        return tuple(count - 1 for count in accumulate(parent < 0 for parent in self.node_parents))
 
     @cached_property
     def borders(self) -> tuple[tuple[int, ...], ...]:
