@@ -59,10 +59,8 @@ def sequence_nodes(
     """Table of sequences in packed order, aligned to the bottom right, from offsets whose values are checked here.
 
     Args:
-        cu_seqlens_q: (N+1,) int32, rows of q at which the sequences begin.
-        cu_seqlens_k: (N+1,) int32, the same for their own keys, in k or with contexts in k_decoded.
-        cu_seqlens_context: (G+1,) int32, the same for the contexts; None for one context of all rows.
-        cu_seqs_per_context: (G+1,) int32, group g owns sequences [g] .. [g+1] - 1; None for one group.
+        cu_seqlens_q, cu_seqlens_context, cu_seqs_per_context: as of `flash_attn_dualkv_varlen_func`.
+        cu_seqlens_k: (N+1,) int32, where the sequences' own keys begin in k, or with contexts in k_decoded.
         total_context: rows of all contexts, which are those of k; None for sequences without contexts.
 
     Returns:
@@ -108,8 +106,7 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     """Table of the nodes of trees whose rows are queries and keys alike, from tensors whose values are checked here.
 
     Args:
-        cu_seqlens: (n+1,) int32, node i has the rows [i] .. [i+1] - 1.
-        parents: (n,) int32, -1 for roots.
+        cu_seqlens, parents: as of `flash_attn_tree_varlen_func`.
         total: rows of the packed tensors; those behind the last node are padding.
 
     Returns:

@@ -333,14 +333,8 @@ def pack_tokens(
 ) -> PackedBatch:
     """The batch of a tree of sequences: a few numbers for each node and sequence are copied, and tokens if elsewhere.
 
-    What these numbers mean for each row and each scored token is worked out on the device.
-
-    Args:
-        tokens: of the sequences.
-        tree: their nodes.
-        pad_to_multiple_of: the row is padded to a multiple of this; None for no padding.
-        device: of the batch; None for that of the tokens.
-        own_labels: see `PackedBatch`.
+    What these numbers mean for each row and each scored token is worked out on the device. `pad_to_multiple_of` and
+    `device` are those of `pack_shared_prompts`, `own_labels` is that of `PackedBatch`.
     """
     device = tokens.ids.device if device is None else checks.device(device)
     rows, scored, pad = sum(tree.node_lens), sum(tokens.scored_lens), 0

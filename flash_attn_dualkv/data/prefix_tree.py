@@ -51,13 +51,7 @@ class PrefixTree:
         response_lens: Sequence[int],
         boundary: Boundary = "replicate",
     ) -> PrefixTree:
-        """The tree of depth two of prompts with their responses; nothing is checked.
-
-        Args:
-            groups: the samples of each prompt. Samples of no group have the leaf -1.
-            prompt_lens, response_lens: (B,) of the samples.
-            boundary: as of `pack_shared_prompts`.
-        """
+        """The tree of depth two of the samples of each prompt; samples of no group have the leaf -1. Checks nothing."""
         shift = SHIFTS[boundary]
         lens: list[int] = []
         parents: list[int] = []

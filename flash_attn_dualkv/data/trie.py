@@ -40,8 +40,7 @@ def build_tree(
         tokens: of all sequences, one after the other, int64 on the host, none negative.
         lengths: of the sequences.
         groups: only sequences with equal ones share anything; None for one group.
-        boundary: "replicate" leaves the last token before a branch to the children.
-        min_shared: the fewest tokens that a node must save to be one of its own.
+        boundary, min_shared: as of `pack_prefix_tree`.
     """
     leaves = _Leaves.of(tokens, lengths, groups)
     shift = SHIFTS[boundary]
