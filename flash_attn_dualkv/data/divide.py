@@ -86,20 +86,17 @@ def _snapped(starts: Sequence[int], ideal: Sequence[int], owners: Sequence[int],
     found: list[Runs] = [[] for _ in range(ranks)]
     surplus = [0] * ranks  # rows that a rank has got beyond its share
     begin = 0
-    for chunk, (rank, end) in enumerate(zip(owners, ideal[1:])):
-        if chunk + 1 < len(owners):
-            after = owners[chunk + 1]
-            if after == rank:
-                continue
-
-            def unevenness(cut: int, end: int = end, rank: int = rank, after: int = after) -> int:
-                moved = cut - end
-                return (surplus[rank] + moved) ** 2 + (surplus[after] - moved) ** 2
-
-            cut = min((one for one in _cuts(starts, end, tile) if one >= begin), key=unevenness)
-            surplus[rank] += cut - end
-            surplus[after] -= cut - end
-            end = cut
+    for rank, after, end in zip(owners, [*owners[1:], -1], ideal[1:]):
+        if after == rank:
+            continue
+        if after >= 0:
+            # The least sum of the squares of both surpluses, less what no cut changes.
+            tilt = surplus[rank] - surplus[after]
+            moves = [cut - end for cut in _cuts(starts, end, tile) if cut >= begin]
+            moved = min(moves, key=lambda one: one * (tilt + one))
+            surplus[rank] += moved
+            surplus[after] -= moved
+            end += moved
         own = found[rank]
         if end > begin:
             # The chunk between may have lost its rows.

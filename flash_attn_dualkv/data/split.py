@@ -163,16 +163,14 @@ def _checked_groups(groups: Any, prompt_lens: Any, response_lens: Any) -> tuple[
         given = checks.items(name, members, "sample indices")
         if not len(given):
             raise SharedPromptError(explain(name, "at least one sample", "none"))
-        checked.append([])
-        for at, one in enumerate(given):
-            index = checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1)
+        own = [checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1) for at, one in enumerate(given)]
+        checked.append(own)
+        for index in own:
             if index in seen:
                 raise SharedPromptError(explain(name, "samples that are in no group yet", f"sample {index} again"))
             seen.add(index)
-            checked[-1].append(index)
-            first = checked[-1][0]
-            if prompts[index] != prompts[first]:
-                expected = f"samples with one prompt, of {prompts[first]} tokens as that of sample {first}"
+            if prompts[index] != prompts[own[0]]:
+                expected = f"samples with one prompt, of {prompts[own[0]]} tokens as that of sample {own[0]}"
                 raise SharedPromptError(explain(name, expected, f"{prompts[index]} of sample {index}"))
     return checked, prompts, responses
 
