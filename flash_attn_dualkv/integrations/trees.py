@@ -37,7 +37,7 @@ class Forest:
         parents: (n,) the node that each continues, before or behind it; -1 for roots.
 
     Raises:
-        ValueError: nodes that overlap; a parent that is no node, or not above its children.
+        ValueError: nodes that overlap or have too many rows; a parent that is no node, or not above its children.
     """
 
     def __init__(self, begins: Sequence[int], lens: Sequence[int], parents: Sequence[int]) -> None:
@@ -48,6 +48,8 @@ class Forest:
             if lens[node] < 0 or (lens[node] and begins[node] < end):
                 raise ValueError(explain(f"node {node}", f"rows from {end} on", f"{lens[node]} from {begins[node]} on"))
             end = max(end, begins[node] + lens[node])
+        if end >= checks.MAX_ROWS:
+            raise ValueError(explain("nodes", f"fewer than {checks.MAX_ROWS} rows", end))
         order = _depth_first(begins, parents)
         places = {node: place for place, node in enumerate(order)}
         first, sizes = [begins[node] for node in order], tuple(lens[node] for node in order)

@@ -220,6 +220,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: attend_bits([[1], [2], [7]], 3), "^packed_mask: expected rows that see their path"),  # two parents
     (lambda: trees.prefix_tree([1, 2, 3], [[0, 2], [1, 2]]), "^sample_paths: .* got node 2 behind 1"),
     (lambda: trees.prefix_tree([1, 2], [[0, 2]]), "^sample_paths: expected nodes below 2, .* got node 2 behind 0"),
+    (lambda: trees.prefix_tree([0, 2**31], [[0, 1]]), f"^nodes: expected fewer than {2**30} rows, got {2**31}"),
     (lambda: trees.prefix_tree([1, 2], [[0]]), "^sample_paths: expected every node with rows, got none with node 1"),
     (lambda: trees.prefix_tree([1, 2], [[0, 1, 0]]), "^sample_paths: .* got node 0 behind 1"),
     (lambda: trees.prefix_tree([1, 2], [[0, -1]]), r"^sample_paths\[0\]\[1\]: expected an int >= 0, got -1"),
