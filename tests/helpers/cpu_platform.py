@@ -134,7 +134,15 @@ def _flash_attention_2() -> None:
     integration.flash_attn_supports_top_left_mask = lambda: False
 
 
+def _without_pinned_memory() -> None:
+    """Copies of activations that verl offloads."""
+    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler
+
+    SynchronizedGroupOffloadHandler.offload.__defaults__ = (False,)
+
+
 _without_the_check_for_gpus()
+_without_pinned_memory()
 torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 torch.distributed.all_to_all = _all_to_all
 _flash_attention_2()

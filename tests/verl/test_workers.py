@@ -40,6 +40,7 @@ EQUAL = [
     case("DAPO", f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean", batch=UNEQUAL),
     case("GSPO", f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", batch=UNEQUAL),
     case("without checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing=False"),
+    case("offloaded activations", "actor_rollout_ref.model.enable_activation_offload=True", model=Model(layers=4)),
     case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", updates=3),
     case("MoE", model=Model("qwen3_moe", experts=4, experts_per_token=2)),
     # Padded: packed rows of verl mix the tokens of neighbours in such layers where

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from verl.utils import ulysses
+from verl.utils.activation_offload import ActivationHandler
 from verl.workers.engine.fsdp import transformer_impl
 
 from ...checks import explain
@@ -34,8 +36,9 @@ _is_stock: ContextVar[bool] = ContextVar("dualkv_verl_stock_layers", default=Fal
 
 
 def install() -> None:
-    """Let verl's patches keep what they replace; once."""
+    """Let verl's patches keep what they replace, and offloading wait for gradients; once."""
     replace_once(transformer_impl, "apply_monkey_patch", _remembering)
+    replace_once(ActivationHandler, "wrap_module_forward_method", _with_gradients)
 
 
 def _remembering(stock: Forward) -> Forward:
@@ -52,6 +55,22 @@ def _remembering(stock: Forward) -> Forward:
                 tower.register_forward_hook(_with_mean)
 
     return apply_monkey_patch
+
+
+def _with_gradients(stock: Callable[..., None]) -> Callable[..., None]:
+    """Layers offload activations where there are gradients: verl counts layers, and backwards alone count back."""
+
+    def wrap_module_forward_method(self: Any, module: nn.Module) -> None:
+        own = module.forward
+        stock(self, module)
+        offloading = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (offloading if torch.is_grad_enabled() else own)(*args, **kwargs)
+
+        module.forward = functools.wraps(own)(forward)
+
+    return wrap_module_forward_method
 
 
 def is_replaced(module: nn.Module) -> bool:
