@@ -97,17 +97,19 @@ def test_lora_and_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "kind", "config", "arguments"),
+    ("reason", "kind", "config", "arguments", "share"),
     [
-        ("arguments", "everything", dict(padding_free=True, max_length=None), {}),
-        ("samples", "turns", {}, dict(min_shared=None)),
-        ("samples", "everything", {}, dict(max_responses_per_group=2)),
-        ("dedup_ratio", "turns", {}, dict(min_dedup_ratio=9.0)),
+        ("arguments", "everything", dict(padding_free=True, max_length=None), {}, 1.0),
+        ("arguments", "turns", dict(label_smoothing_factor=0.1), {}, 0.5),
+        ("samples", "turns", {}, dict(min_shared=None), 1.0),
+        ("samples", "everything", {}, dict(max_responses_per_group=2), 1.0),
+        ("dedup_ratio", "turns", {}, dict(min_dedup_ratio=9.0), 1.0),
     ],
 )
-def test_fallbacks(reason: str, kind: str, config: Any, arguments: Any, tmp_path: Path) -> None:
+def test_fallbacks(reason: str, kind: str, config: Any, arguments: Any, share: float, tmp_path: Path) -> None:
+    """With label smoothing the loss is made of logits, and a second forward scores tokens for the metrics."""
     model = model_on_disk(tmp_path)
     expected = train(trainer(trl.SFTTrainer, model, tmp_path, kind, **config))
     got = train(trainer(Ours, model, tmp_path, kind, arguments=arguments, **config))
     check_runs(got, expected)
-    assert got.metric(f"fallbacks/{reason}") == got.metric("fallbacks") == [1.0] * 4
+    assert got.metric(f"fallbacks/{reason}") == got.metric("fallbacks") == [share] * 4

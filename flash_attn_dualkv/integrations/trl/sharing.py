@@ -121,8 +121,13 @@ class SharedForward:
         return twin
 
     def answer(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
-        """The output for a padded batch: TRL asks for scores, generation for logits."""
-        return self.score(*args, **inputs) if fused_lm_head else self.stock(*args, **inputs)
+        """The output for a padded batch: TRL asks for scores, generation and some losses for logits."""
+        if fused_lm_head:
+            return self.score(*args, **inputs)
+        if torch.is_grad_enabled():
+            message = "the loss is made of logits (label_smoothing_factor, compute_loss_func), not of scores"
+            self.sharing.fall_back(Refusal("arguments", message), inputs)
+        return self.stock(*args, **inputs)
 
     @torch.compiler.disable(recursive=False)
     def score(self, *args: Any, **inputs: Any) -> Any:
