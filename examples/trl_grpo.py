@@ -311,6 +311,8 @@ def main() -> None:
     for name, value in PRESETS[options.preset].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if (samples := options.prompts * options.responses) % options.micro_batch:
+        parser.error(f"--micro-batch: expected a divisor of the {samples} samples of a step, got {options.micro_batch}")
     options.out.mkdir(parents=True, exist_ok=True)
     name = "stock" if options.stock else "shared"
     name += "" if options.rollouts == "generate" else f"-{options.rollouts}"

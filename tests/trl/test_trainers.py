@@ -445,3 +445,14 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     for name, seconds in got["phases"].items():
         assert len(seconds) == 3 and min(seconds) > 0
         assert f"\n{name} " in table
+
+
+def test_the_example_takes_all_samples_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Micro-batches that do not divide them would leave some out."""
+    arguments = ["--out", str(tmp_path), "--preset", "cpu", "--steps", "1", "--prompts", "3", "--responses", "16"]
+    monkeypatch.setattr(sys, "argv", [str(bench_trl.EXAMPLE), *arguments])
+    with pytest.raises(SystemExit):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert "--micro-batch: expected a divisor of the 48 samples of a step, got 32" in capsys.readouterr().err
