@@ -192,20 +192,23 @@ def deferred_mask(
     batch_size: int,
     *,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Mask function of a registered name: sdpa's mask, later if the call might have a layout.
 
     Only a forward of one row without padding and cache can have one; then transformers gives no 2-D mask.
     """
+    if isinstance(attention_mask, DeferredMask):  # generate() has made it, for a static cache
+        return attention_mask
     arguments = dict(batch_size=batch_size, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-    if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
+    if batch_size == 1 and attention_mask is None and not _has_past(arguments) and not _is_skipped(arguments):
         return DeferredMask(sdpa_mask, arguments)
     mask = marked(sdpa_mask(**arguments))
     # Layers with others' keys may get the last rows alone: None would be causal from the first.
     drops_rows = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
-    return DeferredMask(sdpa_mask, arguments) if mask is None and drops_rows else mask
+    # The offset may be a static cache's counter, which layers move before the mask is built.
+    return DeferredMask(sdpa_mask, {**arguments, "q_offset": 0}) if mask is None and drops_rows else mask
 
 
 def marked(mask: Any) -> Any:
@@ -226,6 +229,12 @@ def is_marked(mask: Any) -> bool:
 
 def _whole(tensor: Tensor) -> Any:
     return tensor._base if tensor._is_view() else tensor
+
+
+def _has_past(arguments: dict[str, Any]) -> bool:
+    """Whether there are more keys than queries: a cache, in which layers may count on before the mask is built."""
+    queries = arguments.get("q_length")  # missing in older versions
+    return bool(arguments["kv_length"] != (len(arguments["cache_position"]) if queries is None else queries))
 
 
 def _is_skipped(arguments: dict[str, Any]) -> bool:
