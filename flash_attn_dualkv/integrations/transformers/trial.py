@@ -332,7 +332,8 @@ def _row_difference(one: Tensor, other: Tensor) -> float:
 def _nudged(model: nn.Module) -> Iterator[None]:
     """Give trainable parameters that are all zero, on this rank, small values for a while."""
     trained = [_local(one) for one in model.parameters() if one.requires_grad]
-    floating = [one for one in trained if one.is_floating_point() and one.numel()]
+    # Those on the meta device are offloaded, and come for the forward of their layer alone.
+    floating = [one for one in trained if one.is_floating_point() and one.numel() and not one.is_meta]
     if not floating:
         yield
         return
