@@ -339,16 +339,16 @@ def test_models_without_late_layers() -> None:
         assert "late_layout" not in vars(batch)
 
 
-def test_an_attention_that_hands_over_no_keys() -> None:
+def test_an_attention_that_hands_over_no_keys(restored_registry: None) -> None:
     """One that loses the argument would attend to the rows that are read, and to no other."""
     model, batch = model_of("llama"), SAMPLES.pack()
-    attention = model.model.layers[-1].self_attn
-    stock = attention.forward
+    stock = transformers.AttentionInterface._global_mapping["dualkv"]
 
-    def forward(*args: Any, shared_prompt_keys: Any = None, **kwargs: Any) -> Any:
+    @functools.wraps(stock)
+    def attention(*args: Any, shared_prompt_keys: Any = None, **kwargs: Any) -> Any:
         return stock(*args, **kwargs)
 
-    attention.forward = forward
+    transformers.AttentionInterface.register("dualkv", attention)
     with pytest.raises(SharedPromptError, match="^shared_prompt_keys: expected an attention .*LlamaDecoderLayer"):
         dualkv.shared_prompt_forward(model, batch, self_check=False)
     dualkv.shared_prompt_forward(model, batch, self_check=False, drop_unread=False)
@@ -400,6 +400,31 @@ def test_a_last_layer_that_must_run_once(name: str) -> None:
     RUNS_ONCE[name](model)
     assert late_layout(model, batch) is None
     check(computed(model, batch), expected)
+
+
+def _twice(kind: Any) -> Any:
+    class Twice(kind):  # type: ignore[misc]
+        """Runs the forward of transformers two times, as looped models and differential attention do."""
+
+        def forward(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+            kwargs["position_ids"] = position_ids
+            found = super().forward(*args, **kwargs)
+            if isinstance(found, tuple):
+                kwargs["hidden_states"] = kwargs["hidden_states"] + 1.0
+                return found[0] + super().forward(*args, **kwargs)[0], None
+            return super().forward(**{**kwargs, "input_ids": None, "inputs_embeds": found[0]})
+
+    return Twice
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("llama", "model"), ("gemma4_text", "model"), ("llama", "model.layers.1.self_attn")]
+)
+def test_code_of_ones_own_under_the_name_of_a_known_model(name: str, part: str) -> None:
+    model, batch = model_of(name, hidden_size_per_layer_input=0), SAMPLES.pack()
+    module = model.get_submodule(part)
+    module.__class__ = _twice(type(module))
+    check(computed(model, batch), computed(model, batch, drop_unread=False))
 
 
 def test_a_last_layer_that_would_save_little() -> None:

@@ -93,7 +93,7 @@ def late_layers(decoder: Any) -> list[Any]:
     """The last layers of a decoder, those that own no keys, or the last one; none where nothing is known of a model."""
     found: list[Any] = []
     kind = decoder.config.model_type
-    if kind not in (*MODEL_TYPES, *OWNERS):
+    if kind not in (*MODEL_TYPES, *OWNERS) or has_foreign_forward(decoder):  # it may run its layers several times
         return found
     for outermost in reversed(decoder.layers):
         # Inside of FSDP 1 and the like.
@@ -115,10 +115,11 @@ def owns_keys(layer: Any) -> bool:
 def _must_run_once(layer: Any) -> bool:
     """Whether a layer's forward must run once and to its end.
 
-    A forward that is none of transformers, hooks inside of the layer and what FSDP 1 and accelerate put there may rely
-    on that. A reentrant checkpoint has no gradients of keyword arguments.
+    A forward that is none of transformers, its own or that of its attention, hooks inside of the layer and what FSDP 1
+    and accelerate put there may rely on that. A reentrant checkpoint has no gradients of keyword arguments.
     """
-    if "forward" in vars(layer) or is_foreign(inspect.unwrap(type(layer).forward, stop=is_foreign)):
+    attention = getattr(layer, "attention", None) or layer.self_attn
+    if any("forward" in vars(one) or has_foreign_forward(one) for one in (layer, attention)):
         return True
     if layer.training and layer.gradient_checkpointing:
         options = getattr(layer._gradient_checkpointing_func, "keywords", {})
@@ -128,7 +129,12 @@ def _must_run_once(layer: Any) -> bool:
     return any(getattr(one, name, None) for one in inner for name in _RUN_ONCE)
 
 
-def is_foreign(function: Any) -> bool:
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Whether the forward of a module's class is none of transformers, also in what is wrapped around it."""
+    return _is_foreign(inspect.unwrap(type(module).forward, stop=_is_foreign))
+
+
+def _is_foreign(function: Any) -> bool:
     """Whether a function is none of transformers, whatever it was named after."""
     return not str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
 

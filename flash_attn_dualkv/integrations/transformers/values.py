@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from ..guard import expect_shared_prompt
 from .first_use import check_first_use
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
-from .late import is_foreign, late_layout
+from .late import has_foreign_forward, late_layout
 from .structure import backbone_name, causal_lm_of, is_plain, kept_outputs, lock_of, replaced_forward
 from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
 
@@ -89,7 +88,7 @@ def check_classifier(model: Any) -> None:
     if not isinstance(model, (GenericForSequenceClassification, GenericForTokenClassification)):
         expected = "a *ForSequenceClassification or *ForTokenClassification with transformers' generic head"
         raise SharedPromptError(explain("model", expected, type(model).__name__))
-    if is_foreign(inspect.unwrap(type(model).forward, stop=is_foreign)):
+    if has_foreign_forward(model):
         # What it does behind the backbone would be left out.
         got = f"a {type(model).__name__} with a forward of its own"
         raise SharedPromptError(explain("model", "transformers' own forward of a classifier", got))
