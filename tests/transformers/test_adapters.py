@@ -119,6 +119,16 @@ def test_adapters_that_transformers_itself_has_added(monkeypatch: pytest.MonkeyP
     check_exact(model.double())
 
 
+@pytest.mark.skipif("ensure_weight_tying" not in dir(peft.LoraConfig), reason="this PEFT ties no weights")
+def test_embeddings_that_are_trained_and_tied() -> None:
+    """The sizes of PEFT's copy of the head are in the wrong order: 32 is none of the vocabulary."""
+    config = plain(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    model = peft.get_peft_model(tiny_model("qwen3", tie_word_embeddings=True), config).double()
+    assert max(map(max, SAMPLES.prompts)) > 32
+    verdict = verdict_of(model, SAMPLES, switched)
+    assert verdict.kind == "exact", verdict.reason
+
+
 @pytest.mark.parametrize("name", ["Prefix tuning", "Prompt tuning", "Cartridge", "X-LoRA", "Lily", "Shadow", "Poly"])
 def test_disabled_adapters_are_no_reason(name: str) -> None:
     model = adapted(KINDS[name])

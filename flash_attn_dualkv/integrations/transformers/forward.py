@@ -261,7 +261,9 @@ def check_forward(causal_lm: Any) -> str:
 def check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
     """SharedPromptError for token ids that have no row: on a GPU the embedding would only say "device-side assert"."""
     ends = (causal_lm.get_input_embeddings(), "num_embeddings"), (causal_lm.get_output_embeddings(), "out_features")
-    sizes = [size for module, name in ends if isinstance(size := getattr(module, name, None), int)]
+    # PEFT's copy of a tied head has its sizes in the wrong order.
+    modules = ((getattr(module, "original_module", module), name) for module, name in ends)
+    sizes = [size for module, name in modules if isinstance(size := getattr(module, name, None), int)]
     if sizes and batch.max_token >= min(sizes):
         raise SharedPromptError(explain("batch", f"token ids below {min(sizes)}, the vocabulary", batch.max_token))
 
