@@ -185,13 +185,15 @@ class SharedPromptLayout(SeparatelyPickled):
         )
 
     @untraced
-    def to(self, device: torch.device | str) -> SharedPromptLayout:
+    def to(self, device: torch.device | str | None) -> SharedPromptLayout:
         """The layout on another device, in one copy, which is made once: the layers of a model may lie on several.
+
+        With None it stays where it is, as tensors do, for hooks of accelerate that name no device.
 
         Raises:
             SharedPromptError: there is no such device.
         """
-        target = checks.device(device)
+        target = self.device if device is None else checks.device(device)
         if same_device(target, self.device):
             return self
         index = torch.cuda.current_device() if target.type == "cuda" and target.index is None else target.index
