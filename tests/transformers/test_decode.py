@@ -89,6 +89,12 @@ def generate(
     return [found[name].generated_tokens for name in sorted(found)]
 
 
+def generated_alone(model: Any) -> list[list[int]]:
+    """The tokens of each prompt by generate()."""
+    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    return [model.generate(torch.tensor([one]), config)[0, len(one) :].tolist() for one in PROMPTS]
+
+
 def stock_model(name: str, **options: Any) -> Any:
     """On the attention of stock continuous batching."""
     return tiny_model(name, dtype=torch.float32, attention=FAMILIES[name].stock, **options)
@@ -102,9 +108,7 @@ def test_tokens(name, options, steps, request):
         for key, parameter in model.named_parameters():
             if "q_proj" in key:
                 parameter.mul_(40)
-    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    alone = [torch.tensor([one]) for one in PROMPTS]
-    expected = [model.generate(one, config)[0, one.shape[1] :].tolist() for one in alone]
+    expected = generated_alone(model)
     assert not steps["tables"] and (generate(model, PROMPTS) == expected) == (name != "gemma2")
     request.getfixturevalue("registered")
     with warnings.catch_warnings(record=True) as caught:
@@ -233,6 +237,19 @@ def test_layers_beside_windows_share_pages(returns, steps, request):
     pages = [page for row in rings for page in row if page >= 0]
     assert len({*pages}) == len(pages) == requests * -(-window // PAGE)
     assert {*steps["lengths"][last[True]]} == {window} and max(steps["lengths"][last[False]]) > len(PROMPTS[0])
+
+
+@pytest.mark.skipif(VERSION < (5, 18), reason="block tables beside windows")
+def test_kept_managers_follow_the_weights_beside_windows(registered):
+    """A prompt is computed anew, and must not get the pages that it had before a step of training."""
+    model = stock_model("gpt_oss", sliding_window=20)
+    for factor in (40, -1.5):  # large scores, so that keys matter
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "q_proj" in key or "k_proj" in key:
+                    parameter.mul_(factor)
+        assert generate(model, PROMPTS, keeps=True) == generated_alone(model)
+    model.destroy_cached_continuous_batching_manager()
 
 
 def test_copies_are_queued_apart(registered, steps, monkeypatch):

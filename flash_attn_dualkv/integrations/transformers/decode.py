@@ -292,6 +292,9 @@ def _sharing_beside_windows(stock: Callable[..., dict[str, int]]) -> Callable[..
         """Layers without a window share equal pages, too, where others cannot and prompts are computed anew."""
         if cache.use_prefix_sharing or not cache.allow_block_sharing:
             return stock(cache, *args)
+        # Pages that nobody has any more may be of other weights, where a manager is kept over a
+        # step of training. Prompts are computed with the new ones, and must not get the old pages.
+        cache.evict_cached_blocks()
         sharing = {name: one for name, one in cache.cache_allocators.items() if one.use_block_sharing}
         return stock(SimpleNamespace(use_prefix_sharing=True, cache_allocators=sharing), *args)
 
