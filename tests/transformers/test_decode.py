@@ -391,8 +391,8 @@ def test_unregister(steps):
     assert generate(stock_model("llama"), PROMPTS[:1]) and not steps["layers"]
 
 
-def test_unregister_drops_kept_managers(registered):
-    """Stock attention does not read the block tables that theirs have."""
+def test_kept_managers_are_of_their_attention(registered):
+    """Stock attention does not read the block tables of this one's, which has no masks: neither takes the other's."""
     model = stock_model("llama")
     with torch.no_grad():  # large scores, so that keys matter
         for key, parameter in model.named_parameters():
@@ -404,7 +404,11 @@ def test_unregister_drops_kept_managers(registered):
     dualkv.unregister_decode()
     assert not hasattr(model, "_cached_continuous_batching_manager")
     assert generate(model, PROMPTS, keeps=True) == expected
+    dualkv.register_decode()
+    with pytest.raises(SharedPromptError, match=r"expected one of after register_decode\(\) .*, got one of stock"):
+        generate(model, PROMPTS, keeps=True)
     model.destroy_cached_continuous_batching_manager()
+    assert generate(model, PROMPTS) == expected
 
 
 @pytest.mark.parametrize("name", [one for one in ("qwen3_next", "lfm2", "bamba") if one in transformers.CONFIG_MAPPING])

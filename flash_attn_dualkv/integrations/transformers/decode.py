@@ -145,6 +145,9 @@ def _switching(stock: Callable[..., None]) -> Callable[..., None]:
         if before in NAMES:
             return
         check_decodes(model)
+        if manager not in _managers and manager.batch_processor is not None:
+            expected = "one of after register_decode() (model.destroy_cached_continuous_batching_manager() drops it)"
+            raise SharedPromptError(explain("the manager that the model has kept", expected, "one of stock batching"))
         _managers.add(manager)
         for config in (model.config, text_config(model.config)):
             config._attn_implementation_internal = NAMES[model.device.type == "cpu"]
