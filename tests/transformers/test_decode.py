@@ -252,6 +252,29 @@ def test_kept_managers_follow_the_weights_beside_windows(registered):
     model.destroy_cached_continuous_batching_manager()
 
 
+@pytest.mark.skipif(VERSION < (5, 24), reason="pauses")
+def test_pauses_of_managers_beside_windows(registered):
+    """A prompt behind a change of weights does not get the pages of an equal one that is in flight."""
+    model, (prompt, *_) = stock_model("gpt_oss", sliding_window=20), PROMPTS
+    settings = transformers.ContinuousBatchingConfig(
+        num_blocks=128, max_batch_tokens=64, page_size=PAGE, max_blocks_per_request=40
+    )
+    config = transformers.GenerationConfig(max_new_tokens=400, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    given = dict(generation_config=config, continuous_batching_config=settings)
+    with model.continuous_batching_context_manager(**given) as manager:
+        long = manager.add_request(prompt, max_new_tokens=400, streaming=True, eos_token_id=-1)
+        assert manager.get_result(timeout=60).request_id == long
+        with manager.pause(), torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "proj" in key:
+                    parameter.mul_(-20 if "q_proj" in key else -1.5)
+        short = manager.add_request(prompt, max_new_tokens=24, eos_token_id=-1)
+        results = iter(lambda: manager.get_result(timeout=60), None)
+        found = next(one for one in results if one.request_id == short and one.is_finished())
+        manager.cancel_request(long)
+    assert found.generated_tokens == generated_alone(model)[0]
+
+
 def test_copies_are_queued_apart(registered, steps, monkeypatch):
     """One request of each prompt first, whose pages the others then find; outputs are in the order of the prompts."""
     manager = transformers.generation.continuous_batching.continuous_api.ContinuousBatchingManager

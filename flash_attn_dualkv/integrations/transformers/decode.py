@@ -13,6 +13,7 @@ training does, behind its prompt or a token before. CUDA graphs are captured whe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
@@ -122,6 +123,8 @@ def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
         names = ("fill_block_table", "get_cache_for_block_table")
         seams += [(ring, name, functools.partial(_as_without_window, name)) for name in names]
         seams.append((cache.PagedAttentionCache, "count_new_complete_blocks", _sharing_beside_windows))
+        if hasattr(api.ContinuousBatchingManager, "pause"):
+            seams.append((api.ContinuousBatchingManager, "pause", _sharing_before_pauses))
     else:
         seams.append((cache.PagedAttentionCache, "search_prefix_match", _leaving_a_page))
     return seams
@@ -302,6 +305,18 @@ def _sharing_beside_windows(stock: Callable[..., dict[str, int]]) -> Callable[..
         return stock(SimpleNamespace(use_prefix_sharing=True, cache_allocators=sharing), *args)
 
     return count_new_complete_blocks
+
+
+def _sharing_before_pauses(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def pause(manager: Any) -> Iterator[None]:
+        """Weights may change meanwhile: requests in flight keep their pages, which later prompts must not get."""
+        with stock(manager):
+            cache = manager.batch_processor.cache
+            cache.allow_block_sharing = cache.use_prefix_sharing
+            yield
+
+    return pause
 
 
 # --- which models ---------------------------------------------------------------------------------
