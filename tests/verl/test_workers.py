@@ -20,7 +20,9 @@ from transformers import AutoConfig
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
 
-from flash_attn_dualkv.integrations.verl import verify
+from flash_attn_dualkv.integrations.fallback import Verification
+from flash_attn_dualkv.integrations.verl import sharing, verify
+from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 from flash_attn_dualkv.integrations.verl.verify import MOST_NORM_DIFFERENCE, difference_of_norms
 
 EQUAL = [
@@ -283,6 +285,53 @@ def test_a_step_whose_gradients_overflow_is_not_verified(
             engine, data, False, lambda _: {"model_output": {"log_probs": scores}, "metrics": {}}
         )
     assert is_same is agree and found["metrics"]["shared_prompt/verify_failed"] == [failed]
+
+
+class _Engine:
+    """What of verl's engines has gradients, to which each call adds 1."""
+
+    gradient = 0.0
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        self.ran.append(self.shares)
+        self.gradient += not forward_only
+        scores = torch.nested.nested_tensor([torch.zeros(5)], layout=torch.jagged)
+        return {"model_output": {"log_probs": scores}, "metrics": {}}
+
+    def optimizer_zero_grad(self) -> None:
+        self.gradient = 0.0
+
+
+class _Verified(SharedPrompts, _Engine):
+    def __init__(self) -> None:
+        self.options = SimpleNamespace(enabled=True)
+        self.verification = Verification(2, "train", "infer")
+        self.statistics = SimpleNamespace(begin=lambda: None, metrics=lambda *_: {})
+        self.ran: list[bool] = []
+
+    def _refusal_now(self) -> str | None:
+        return None
+
+    def gradient_norm(self) -> float:
+        return self.gradient
+
+
+def test_verification_keeps_gradients_of_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers of `forward_backward` add up several calls to a step: the first one of a step can be verified."""
+    monkeypatch.setattr(verify, "Lengths", SimpleNamespace(of=lambda _: ([2], [3])))
+    monkeypatch.setattr(verify, "get_device_name", lambda: "cpu")
+    monkeypatch.setattr(sharing, "of_micro_batches", lambda *_: None)
+    monkeypatch.setattr(sharing, "get_torch_device", lambda: torch.cpu)
+    engine, data = _Verified(), TensorDict({}, batch_size=[])
+    for _ in range(3):
+        engine.optimizer_zero_grad()
+        for _ in range(2):
+            engine.forward_backward_batch(data, None)
+        assert engine.gradient == 2.0
+    # Both paths in the first call of two steps.
+    assert engine.ran == [True, False, True] * 2 + [True, True]
+    engine.forward_backward_batch(data, None, forward_only=True)
+    assert engine.ran[-2:] == [True, False] and engine.gradient == 2.0
 
 
 def test_norms_of_gradients_that_overflow() -> None:

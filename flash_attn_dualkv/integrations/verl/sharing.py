@@ -44,6 +44,7 @@ class SharedPrompts:
     refusal_now: str | None = None  # why the model cannot be shared in the call that runs
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
     division: str | None = None  # why the loss of this call needs verl's own micro-batches
+    has_gradients = False  # of an earlier call, to which the next one adds its own
 
     # What each engine says for itself
 
@@ -113,7 +114,9 @@ class SharedPrompts:
         self.refusal_now = self._refusal_now()
         run = functools.partial(self._run, data, loss_function, forward_only)
         kind = "infer" if forward_only else "train"
-        if not self.verification.is_due(kind):
+        # Verification drops the gradients of the first of its two runs, and would drop all others.
+        can_verify = forward_only or not self.has_gradients
+        if not (can_verify and self.verification.is_due(kind)):
             return run(not self.verification.has_failed)
         output, agree = run_both(self, data, forward_only, run)
         if agree is None:
@@ -122,10 +125,15 @@ class SharedPrompts:
             self.verification.has_failed = not agree
         return output
 
+    def optimizer_zero_grad(self) -> None:
+        super().optimizer_zero_grad()  # type: ignore[misc]
+        self.has_gradients = False
+
     def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
         self.statistics.begin()
         self.order = []
         self.shares = shares
+        self.has_gradients |= not forward_only
         self.division = None if forward_only else of_micro_batches(loss_function, data)
         token = _running.set(self)
         begin = time.perf_counter()
