@@ -56,7 +56,8 @@ def test_generate(name, cache, rows):
     expected = stock_twin(model).generate(PROMPTS[rows], **options)
     assert torch.equal(got.sequences, expected.sequences)
     for one, other in zip(got.scores, expected.scores):
-        check_equal(one, other, TOLERANCES[torch.float32].value)  # Gemma 4 drops rows here alone
+        # Of one sequence, Gemma 4 computes its last layers for the last row alone, stock for all.
+        check_equal(one, other, TOLERANCES[torch.float32].value if name == "gemma4_text" and len(rows) == 1 else 0.0)
 
 
 @pytest.mark.parametrize("kept", [0, 1])

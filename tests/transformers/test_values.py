@@ -13,6 +13,7 @@ from tiny_models import (
     COMMON,
     MIXED,
     TOLERANCES,
+    VERSION,
     check_equal,
     check_gradients,
     dualkv,
@@ -175,7 +176,7 @@ def test_a_forward_of_ones_own_is_refused(kind: str, change: Callable[[Any], Non
 def test_forwards_that_hand_on_are_transformers_own(kind: str) -> None:
     """Those of multimodal classifiers name the inputs of images, and do nothing else."""
     classifier = getattr(transformers, f"{kind}ForSequenceClassification", None)
-    if classifier is None or transformers.__version__.startswith("4."):
+    if classifier is None or VERSION < (5, 0):
         pytest.skip("not in this version, or with a forward that picks rows itself, which is refused")
     with torch.device("meta"):
         check_classifier(classifier(classifier.config_class()))
