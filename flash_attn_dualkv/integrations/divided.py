@@ -94,7 +94,7 @@ class DividedLayout(SharedPromptLayout):
         """
         for group in self.groups:
             check_group(group)
-            values = _Sum.apply(values, group)
+            values = Sum.apply(values, group)
         return values
 
     def local_rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,9 @@ def check_divided(layout: Any, whole: SharedPromptLayout) -> None:
         raise SharedPromptLayoutError(explain("layout", "the batch's, divided", "that of another batch"))
 
 
-class _Sum(torch.autograd.Function):
+class Sum(torch.autograd.Function):
+    """Over ranks; its gradient is summed as well, as often as one differentiates."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -143,4 +145,4 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(gradient, ctx.group), None
+        return Sum.apply(gradient, ctx.group), None

@@ -29,7 +29,7 @@ from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError
 from ..layout import SharedPromptLayout
 from ..packed_attention import shared_prompt_attention
-from .divided import DividedLayout, check_group
+from .divided import DividedLayout, Sum, check_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +191,4 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # Few numbers a row; not every backend has a reduce_scatter.
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return shard_rows(gradient, ctx.group), None
+        return shard_rows(Sum.apply(gradient, ctx.group), ctx.group), None

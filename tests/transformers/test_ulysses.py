@@ -95,8 +95,16 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
     for name, able in MODELS.items():
         if ranks in able:
             results[ranks, rank, name] = model_step(name, group, ranks)
+    results[ranks, rank, "second"] = second_derivative(group)
     if ranks == 2:
         results[ranks, rank, "errors"] = [message(call) for call in wrong_calls(layout, group)]
+
+
+def second_derivative(group: Any) -> tuple[Tensor, Tensor]:
+    """Of the cubes of gathered rows, which every rank sums, and these rows."""
+    rows = (torch.arange(3.0) + dist.get_rank(group)).requires_grad_()
+    (gradient,) = torch.autograd.grad((gather_rows(rows, group) ** 3).sum(), rows, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), rows)[0], rows.detach()
 
 
 def wrong_calls(layout: SharedPromptLayout, group: Any) -> list[Any]:
@@ -163,6 +171,13 @@ def test_models(name: str, ranks: int, found: dict[Any, Any]) -> None:
         check_equal(logps, expected, 1e-6)  # parts of the models compute in float32
     total = {key: sum(one[key] for _, one in parts) for key in expected_gradients}
     check_gradients(total, expected_gradients, 2e-6)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_second_derivative_of_gathered_rows(ranks: int, found: dict[Any, Any]) -> None:
+    for rank in range(ranks):
+        second, rows = found[ranks, rank, "second"]
+        assert second.equal(6 * ranks * rows)
 
 
 @pytest.mark.parametrize("rank", range(2))
