@@ -5,10 +5,9 @@
     python benchmarks/gate.py
     python benchmarks/gate.py --shape 28x16Kx2K tree-comb --rounds 5
 
-A rate is compared twice with the newest in benchmarks/results: in TFLOP/s, and as its fraction of the same process's
-matrix product. Cards of one kind differ by 6% in either: in a cooler one the product, which runs at the limit of power,
-gains more than a kernel that does not, and a hotter one is slower in all. Ends with 1 if a shape is more than 3% lower
-in both; to tell a change of 1%, compare two builds in alternating processes (compare_builds.py).
+A rate is compared as its fraction of the same process's matrix product, so that cards of one kind compare. The recorded
+one is the newest in benchmarks/results. Ends with 1 if one is more than 3% below it; to tell a change of 1%, compare
+two builds in alternating processes (compare_builds.py).
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ SHAPES = (
 )  # fmt: skip
 LEAST = 0.97
 KEYS = ["shape", "direction"]
-RATES = ["fraction", "tflops"]
 
 
-def rates(files: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Rates of this library's kernels by shape and direction: of each the newest."""
+def rates(files: Iterable[dict[str, Any]]) -> pd.Series:
+    """Fractions of this library's kernels by shape and direction: of each the newest."""
     rows = [
-        {"date": one["header"]["date"], **{name: row.get(name) for name in (*KEYS, "impl", *RATES)}}
+        {"date": one["header"]["date"], **{name: row.get(name) for name in (*KEYS, "impl", "fraction")}}
         for one in files
         for row in one["rows"]
     ]
-    found = pd.DataFrame(rows, columns=["date", *KEYS, "impl", *RATES]).dropna(subset=RATES)
+    found = pd.DataFrame(rows, columns=["date", *KEYS, "impl", "fraction"]).dropna(subset="fraction")
     own = found[found["impl"].isin(("dualkv_sm90", "dualkv_sm80"))].sort_values("date", kind="stable")
-    return own.drop_duplicates(KEYS, keep="last").set_index(KEYS)[RATES].astype(float)
+    return own.drop_duplicates(KEYS, keep="last").set_index(KEYS)["fraction"].astype(float)
 
 
-def compared(now: pd.DataFrame, recorded: pd.DataFrame) -> pd.DataFrame:
-    """Rates over recorded ones, and the larger ratio; NaN where nothing is recorded."""
-    ratios = now / recorded.reindex(now.index)
-    return now.join(ratios.add_suffix(", ratio")).assign(ratio=ratios.max(axis=1))
+def compared(now: pd.Series, recorded: pd.Series) -> pd.DataFrame:
+    """Both, and their ratio; NaN where nothing is recorded."""
+    return pd.DataFrame({"now": now, "recorded": recorded.reindex(now.index)}).assign(
+        ratio=lambda both: both["now"] / both["recorded"]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
