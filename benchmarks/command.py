@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -70,6 +71,16 @@ class Result:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps({"header": self.header, "rows": rows}, indent=1) + "\n")
         return self.path
+
+
+def kernels_digest() -> str:
+    """Of the kernels' code. Commits that differ elsewhere, or in comments and spaces alone, have the same."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "csrc").rglob("*.*")):
+        if path.suffix in (".cpp", ".cu", ".h"):
+            code = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+            digest.update(" ".join([path.relative_to(ROOT).as_posix(), *code.split()]).encode() + b"\n")
+    return digest.hexdigest()[:12]
 
 
 def gpu_folder(gpu: str) -> str:
@@ -164,7 +175,8 @@ class Benchmark:
         settings = {**self.settings, "rounds": options.rounds, "deadline": begin + options.budget_s}
         config = Config(torch.device(options.device), dtype=dtype, **settings)
         name = "-".join([self.name, *(options.preset or ["shapes"])])
-        result = Result(options, RESULTS / gpu_folder(gpu), name, gpu, benchmark=self.name, rounds=options.rounds)
+        more = {"benchmark": self.name, "rounds": options.rounds, "kernels": kernels_digest()}
+        result = Result(options, RESULTS / gpu_folder(gpu), name, gpu, **more)
         matmul = Matmul(config)
         rows: list[Row] = []
         for shape in options.shapes:

@@ -41,19 +41,25 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def load(paths: list[Path]) -> pd.DataFrame:
-    """The rows of result files, each with what the header says."""
+    """The rows of result files, each with what the header says.
+
+    ``kernels``: the commit; of attention and a layer the newest one whose kernels have the same code.
+    """
     frames = []
     for path in paths:
         header, rows = read(path)
         facts = {key: header.get(key) for key in ("benchmark", "gpu", "torch", "cuda", "commit", "date")}
-        facts["attention_of_verl"] = header.get("attention_of_verl")
+        facts |= {"attention_of_verl": header.get("attention_of_verl"), "kernels": header.get("kernels")}
         facts["versions"] = ", ".join(f"{key} {value}" for key, value in header.get("versions", {}).items())
         optional = dict.fromkeys(("oom", "error", "skipped", "peak_gib"))
         frame = pd.DataFrame([{**optional, **row} for row in rows]).assign(**facts, file=path.stem)
         if facts["benchmark"] == "kernel":
             frame.loc[frame["shape"].str.startswith("tree-"), "benchmark"] = "tree"
         frames.append(frame)
-    return pd.concat(frames, ignore_index=True)
+    frame = pd.concat(frames, ignore_index=True)
+    is_of_kernels = frame["kernels"].notna() & frame["benchmark"].isin(("kernel", "tree", "layer"))
+    newest = frame[is_of_kernels].sort_values("date", kind="stable").groupby("kernels")["commit"].transform("last")
+    return frame.assign(kernels=newest.reindex(frame.index).fillna(frame["commit"]))
 
 
 def number(value: Any, digits: int = 0) -> str:

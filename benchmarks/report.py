@@ -5,7 +5,8 @@
     python benchmarks/report.py
 
 A ratio is of one process: that of a peer is to this library's time in the same file, and a shape in whose file this
-library has no time is left out. A table is of one commit. Of several files the newest one with that peer counts.
+library has no time is left out. A table is of one commit, or of several whose kernels have the same code. Of several
+files the newest one with that peer counts.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def cells(frame: pd.DataFrame) -> pd.DataFrame:
     facts.columns = pd.Index(map("_".join, facts.columns))
     facts = facts.reindex(columns=[f"{figure}_{one}" for figure in figures for one in DIRECTIONS])
     whole = frame.assign(oom=frame["oom"].eq(True)).groupby(keys)
-    firsts = ["benchmark", "commit", "date", "h", "h_k", "d", "p", "r"]
+    firsts = ["benchmark", "kernels", "date", "h", "h_k", "d", "p", "r"]
     facts = facts.join(whole[firsts].first())
     facts = facts.join(whole[["packed_tokens", "replicated_tokens", "visible_pairs", "peak_gib", "oom"]].max())
     facts = facts.reset_index()
@@ -198,9 +199,9 @@ def section(figures: pd.DataFrame, kinds: Kinds, latest: str) -> list[str]:
     for name in (one for one in reversed(kinds) if (kind == one).any()):
         chosen = figures[kind == name]
         parts += [f"### {name}"] if name else []
-        for commit, date in chosen.groupby("commit")["date"].max().sort_values(ascending=False).items():
+        for commit, date in chosen.groupby("kernels")["date"].max().sort_values(ascending=False).items():
             parts += [] if commit == latest else [f"Older, `{commit[:12]}` of {date[:10]}:"]
-            parts.append(markdown(table_of(chosen[chosen["commit"] == commit].reset_index(drop=True)), left=2))
+            parts.append(markdown(table_of(chosen[chosen["kernels"] == commit].reset_index(drop=True)), left=2))
     return parts
 
 
@@ -219,15 +220,15 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
     for name, kinds in KINDS.items():
         own = figures[figures["benchmark"] == name].reset_index(drop=True)
         plot = bars(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png")
-        parts[name] = "\n\n".join([*plot, *section(own, kinds, last["commit"])])
+        parts[name] = "\n\n".join([*plot, *section(own, kinds, last["kernels"])])
     links = runs["file"].map("[{0}]({0}.json)".format)
     files = pd.DataFrame({"file": links, "commit": runs["commit"].str[:12], "date": runs["date"].str[:10]})
     matmul = frame["matmul_tflops"].dropna()
     return filled(
-        "machine", parts, gpu=gpu, commit=last["commit"][:12], date=last["date"][:10],
+        "machine", parts, gpu=gpu, commit=last["kernels"][:12], date=last["date"][:10],
         torch=" and ".join(frame["torch"].unique()), cuda=" and ".join(frame["cuda"].unique()),
         versions=last["versions"] and f"; {last['versions']}", slowest=matmul.min(), fastest=matmul.max(),
-        older=" Tables that name an older commit are of its kernels." if frame["commit"].nunique() > 1 else "",
+        older=" Tables that name an older commit are of its kernels." if frame["kernels"].nunique() > 1 else "",
         files=markdown(files, left=3),
     )  # fmt: skip
 
@@ -243,10 +244,10 @@ def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     facts = facts[facts["impl"].isin((OURS, *HEADLINE_PEERS)) & facts["ms"].notna()]
     facts["peers"] = facts.groupby(["file", "shape"])["impl"].transform("count") - 1
     facts = facts[facts["peers"] > 0]
-    commits = facts.groupby("commit").agg(cells=("impl", "size"), date=("date", "max"))
+    commits = facts.groupby("kernels").agg(cells=("impl", "size"), date=("date", "max"))
     commit = commits.sort_values(["cells", "date"]).index[-1]
     # The process of a shape with the most peers, of equal ones the newest.
-    facts = facts[facts["commit"] == commit].sort_values(["group", "peers", "date", "rank"])
+    facts = facts[facts["kernels"] == commit].sort_values(["group", "peers", "date", "rank"])
     facts = facts[facts["file"] == facts.groupby("group")["file"].transform("last")]
     facts = facts.assign(what=facts["benchmark"].map(WHAT) + facts["shape"].map(title))
     lines = []
@@ -265,7 +266,7 @@ def bars(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
 
     matplotlib.use("Agg")
     figures = figures[figures["ratio"].notna() & ~figures["impl"].str.startswith("dualkv")]
-    figures = figures[figures["commit"] == figures.loc[figures["date"] == figures["date"].max(), "commit"].max()]
+    figures = figures[figures["kernels"] == figures.loc[figures["date"] == figures["date"].max(), "kernels"].max()]
     if figures.empty:
         return []
     last = figures.drop_duplicates(["what", "impl"], keep="last")
@@ -288,7 +289,7 @@ def bars(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
     axis.spines[["top", "right"]].set_visible(False)
     figure = axis.figure
     figure.set_layout_engine("constrained")
-    figure.suptitle(f"{heading}, commit {figures['commit'].iloc[0][:12]}", fontsize=11)
+    figure.suptitle(f"{heading}, commit {figures['kernels'].iloc[0][:12]}", fontsize=11)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8, reverse=True)
     save(figure, path)
     return [f"![{heading}]({path.name})"]
@@ -314,7 +315,8 @@ def render(folder: Path = RESULTS) -> list[Path]:
     gpu = frames[best]["gpu"].iloc[0]
     figures, table, commit = headline(frames[best])
     bars(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png")
-    text = f"{table}\n\nEvery row is of one process, all of commit `{commit[:12]}`; ratios are to this library's time."
+    kernels = f"all of the kernels of commit `{commit[:12]}`"
+    text = f"{table}\n\nEvery row is of one process, {kernels}; ratios are to this library's time."
     machines = [f"- [{frame['gpu'].iloc[0]}]({machine.name}/README.md)" for machine, frame in frames.items()]
     index = filled("index", {}, machines="\n".join(machines), gpu=gpu, headline=text)
     for name, content in (("headline.md", text + "\n"), ("README.md", index)):

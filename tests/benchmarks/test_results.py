@@ -13,6 +13,7 @@ from typing import Any
 import bench_kernel
 import bench_model
 import bench_trl
+import command
 import measure
 import pytest
 import report
@@ -167,6 +168,34 @@ def test_ratios_are_of_one_process(tmp_path: Path) -> None:
     write(tmp_path, newer=kernel_result(date="2026-11-22T08:00:00+00:00"))
     with pytest.raises(report.ResultError, match="newer files have all that is in new, old, which can go"):
         report.page(report.load(sorted(machine.glob("*.json"))), machine)
+
+
+def test_commits_of_the_same_kernels_share_a_table(tmp_path: Path) -> None:
+    """Of attention: a whole model has more of the package in it."""
+    files = {
+        "kernel": kernel_result(kernels="abc"),
+        "kernel-older": kernel_result("28x4Kx2K", 2.0, **OLDER, kernels="abc"),
+        "model": result(bench_model, "16x8Kx131-2048", {report.OURS: 1.0, "cudnn_flex": 1.0}, {"kernels": "abc"}),
+        "model-older": result(bench_model, "28x4Kx2K", {report.OURS: 1.0}, {**OLDER, "kernels": "abc"}),
+    }
+    frame = report.load(sorted(write(tmp_path, **files).glob("*.json")))
+    found = frame.groupby("file")["kernels"].unique().map(list)
+    assert found["kernel-older"] == found["kernel"] == found["model"] == [HEADER["commit"]]
+    assert found["model-older"] == [OLDER["commit"]]
+    assert set(frame.loc[frame["file"] == "kernel-older", "commit"]) == {OLDER["commit"]}
+
+
+def test_kernels_are_told_apart_by_their_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    (tmp_path / "csrc" / "core").mkdir(parents=True)
+    source = tmp_path / "csrc" / "core" / "plan.h"
+    digests = []
+    for text in ("int a;\nint b;", "int a;  // why\n/* and\n   how */ int b;\n", "int a;\nint c;"):
+        source.write_text(text)
+        digests.append(command.kernels_digest())
+    source.rename(source.with_name("table.h"))
+    digests.append(command.kernels_digest())
+    assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
 def test_committed_results_and_their_pages(tmp_path: Path) -> None:
