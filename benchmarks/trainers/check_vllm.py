@@ -2,16 +2,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whether vLLM on this package samples what vLLM samples, and the same bits in any batch.
 
-    python benchmarks/trainers/check_vllm.py                      # on GPUs; a minute for each of eight engines
+    python benchmarks/trainers/check_vllm.py                      # on GPUs; a minute for each of twenty engines
     python benchmarks/trainers/check_vllm.py --only invariant
 
 greedy: greedy tokens and their log-probabilities of an engine on this package against one of vLLM's own, up to the
 first token that differs. Differences must not be larger than those between two of vLLM's own backends.
+features: the same with a Gemma-2-like model (softcaps, windows), a gpt-oss-like one (sinks, windows, experts), with
+speculation by n-grams, and with tensor parallelism over two GPUs, where there are two.
 invariant: with VLLM_BATCH_INVARIANT=1, log-probabilities of a request alone, among its siblings, and among copies of
 its prompt that share nothing, are equal to the bit; so are those of prompts that come in chunks. Said beside that is
 which of vLLM's other operators depend on the batch. vLLM's own backend may differ, and is also run with norms that are
 computed by the row (`row_norms`), as this package computes them.
-Each engine is a process of its own, with a Qwen3-1.7B-shaped model of four layers and random weights.
+Each engine is a process of its own, with a model of four layers, Qwen3-1.7B-shaped unless said, and random weights.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from vllm_rig import (
     Engine,
     describe,
     draw_prompts,
+    gpus,
     refuse_certain,
     run_child,
     runner_of,
@@ -51,15 +54,42 @@ RESPONSES, NEW, MODEL_LENGTH = 4, 48, 4096
 LARGEST_RATIO = 1.5  # of differences of log-probabilities to those between two of vLLM's own backends
 FLOOR = 2e-3
 
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA_2 = WINDOWED | {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 512,
+}  # fmt: skip
+GPT_OSS = WINDOWED | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 128, "attention_bias": True,
+    "tie_word_embeddings": False, "intermediate_size": 1024, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+# Where there are few tokens, one that is sampled has been in the prompt, so that n-grams are proposed.
+FEW_TOKENS = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1}
+N_GRAMS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+FEATURES: dict[str, dict[str, Any]] = {
+    "softcaps and windows": {"config": GEMMA_2},
+    "sinks and windows": {"config": GPT_OSS},
+    "speculation": {
+        "config": FEW_TOKENS, "options": {"speculative_config": N_GRAMS, "disable_log_stats": False},
+    },
+    "two GPUs": {"options": {"tensor_parallel_size": 2}},
+}  # fmt: skip
+
 Sampled = dict[str, list[list[float]]]  # tokens and log-probabilities of each request
 
 
-def prompts_of(salted: bool) -> list[dict[str, Any]]:
+def prompts_of(salted: bool, vocabulary: int = 151936) -> list[dict[str, Any]]:
     """Requests in a random order that is the same everywhere. Salted ones share nothing in vLLM's cache."""
     found: list[dict[str, Any]] = []
     for number, tokens in enumerate(LENGTHS):
         for copy in range(RESPONSES):
-            request = {"prompt_token_ids": draw_prompts(1, tokens, seed=number)[0]}
+            request = {"prompt_token_ids": [token % vocabulary for token in draw_prompts(1, tokens, seed=number)[0]]}
             found.append(request | ({"cache_salt": f"{number}.{copy}"} if salted else {}))
     random.Random(0).shuffle(found)
     return found
@@ -79,8 +109,13 @@ def child(settings: dict[str, Any], kind: str) -> None:
     """An engine's process: prints what it has sampled."""
     engine = Engine(**settings)
     with running(engine, len(LENGTHS) * RESPONSES, MODEL_LENGTH) as llm:
-        set_weights(llm)
-        found = {"together": sample(llm, prompts_of(salted=False))}
+        llm.apply_model(set_weights)
+        vocabulary = llm.llm_engine.model_config.get_vocab_size()
+        found = {"together": sample(llm, prompts_of(False, vocabulary))}
+        if "speculative_config" in engine.options:
+            drafted = [one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_draft_tokens"]
+            if not sum(drafted) > 0:
+                raise ValueError("no token was proposed")
         if kind == "invariant":
             found["again"] = sample(llm, prompts_of(salted=False))  # all prompts are in the cache
             found["unshared"] = sample(llm, prompts_of(salted=True))
@@ -141,7 +176,8 @@ def start(engines: list[tuple[str, dict[str, Any]]], kind: str, limit: float) ->
             return None
         return dict(ChainMap(*rows))
 
-    return side_by_side([partial(one, *engine) for engine in engines])
+    width = max(more.get("options", {}).get("tensor_parallel_size", 1) for _, more in engines)
+    return side_by_side([partial(one, *engine) for engine in engines], width)
 
 
 def differences(one: Sampled, other: Sampled) -> tuple[int, int, float, float]:
@@ -169,17 +205,39 @@ def where_different(one: Sampled, other: Sampled) -> str:
 
 def check_greedy(limit: float) -> bool:
     names = ("stock", "triton", "dualkv", "trainer")
-    started = dict(zip(names, start([(name, {}) for name in names], "greedy", limit)))
+    return compared(dict(zip(names, start([(name, {}) for name in names], "greedy", limit))))
+
+
+def check_features(limit: float) -> bool:
+    """Of each feature three engines; all that take one GPU run side by side."""
+    names, good = ("stock", "triton", "dualkv"), True
+    narrow = [feature for feature, more in FEATURES.items() if "tensor_parallel_size" not in more.get("options", {})]
+    for features in (narrow, [feature for feature in FEATURES if feature not in narrow]):
+        if features != narrow and len(gpus()) < 2:
+            print(f"{', '.join(features)}: left out, there is one", flush=True)
+            continue
+        found = start([(name, FEATURES[feature]) for feature in features for name in names], "features", limit)
+        for place, feature in enumerate(features):
+            print(f"{feature}:", flush=True)
+            good &= compared(dict(zip(names, found[len(names) * place :])))
+    return good
+
+
+def compared(started: dict[str, dict[str, Any] | None]) -> bool:
+    """Whether engines, "stock" and "triton" among them, have sampled the same; None is one that has failed."""
     found = {name: one for name, one in started.items() if one is not None}
     together = {name: one["found"]["together"] for name, one in found.items()}
     if not {"stock", "triton"} <= found.keys():
-        print("greedy: nothing to compare with", flush=True)
+        print("nothing to compare with", flush=True)
         return False
     _, _, mean, largest = differences(together["stock"], together["triton"])
     good = found.keys() == started.keys()
     for name, sampled in together.items():
         tokens, all_tokens, own_mean, own_largest = differences(together["stock"], sampled)
         fits = own_mean <= max(LARGEST_RATIO * mean, FLOOR) and own_largest <= max(LARGEST_RATIO * largest, 10 * FLOOR)
+        fits &= ENGINES[name][0].get("backend") != "CUSTOM" or bool(
+            found[name]["about"].get("steps")
+        )  # on this package
         good &= fits
         print(
             f"{name:8} against stock: {tokens} of {all_tokens} tokens before the first that differs; log-probabilities "
@@ -212,7 +270,7 @@ def check_invariant(limit: float, own: bool = False) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("greedy", "invariant"))
+    parser.add_argument("--only", choices=("greedy", "features", "invariant"))
     parser.add_argument("--own", action="store_true", help="invariant: no engine on vLLM's own backend")
     parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -221,7 +279,12 @@ def main(arguments: list[str] | None = None) -> int:
         child(json.loads(options.child), options.only)
         return 0
     good = True
-    for kind, check in (("greedy", check_greedy), ("invariant", partial(check_invariant, own=options.own))):
+    checks: dict[str, Callable[[float], bool]] = {
+        "greedy": check_greedy,
+        "features": check_features,
+        "invariant": partial(check_invariant, own=options.own),
+    }
+    for kind, check in checks.items():
         if options.only in (None, kind):
             good &= check(options.limit_s)
     return 0 if good else 1

@@ -139,7 +139,7 @@ def child(settings: dict[str, Any]) -> None:
     engine = Engine(**settings)
     prompts = draw_prompts(GROUPS, PROMPT, seed=3)
     with running(engine, GROUPS * N, PROMPT + NEW + 16) as llm:
-        set_weights(llm)
+        llm.apply_model(set_weights)
         tokens, chances = sampled(llm, prompts)
         from flash_attn_dualkv import pack_shared_prompts, unpack_logprobs
         from flash_attn_dualkv.integrations.transformers import shared_prompt_forward

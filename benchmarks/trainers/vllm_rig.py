@@ -47,6 +47,7 @@ class Engine:
         rollouts: groups, responses of each, tokens of a prompt, fewest and most tokens of a response.
         repeat: runs of each of them behind the warm-up.
         options: more arguments of vLLM's LLM.
+        config: entries of the model's configuration, in place of those of its shape.
         row_norms: in batch-invariant mode, and only there, vLLM's own backend gets this package's norms, too.
     """
 
@@ -60,6 +61,7 @@ class Engine:
     rollouts: list[list[int]] = field(default_factory=list)
     repeat: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     row_norms: bool = False
 
 
@@ -82,11 +84,17 @@ def run_child(
     return rows, "\n".join(line for line in [*lines, *err.splitlines()] if not line.startswith(MARK)), end
 
 
-def side_by_side(tasks: Sequence[Callable[[dict[str, str]], Found]]) -> list[Found]:
-    """What the tasks give, in their order; each gets the environment of a GPU that it has for itself."""
+def gpus() -> list[str]:
+    """Those that this process may use, as CUDA_VISIBLE_DEVICES has them; "0" where there is none."""
     known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return known.split(",") if known else [str(place) for place in range(max(1, torch.cuda.device_count()))]
+
+
+def side_by_side(tasks: Sequence[Callable[[dict[str, str]], Found]], width: int = 1) -> list[Found]:
+    """What the tasks give, in their order; each gets the environment of so many GPUs that it has for itself."""
     free: SimpleQueue[str] = SimpleQueue()
-    places = known.split(",") if known else [str(place) for place in range(max(1, torch.cuda.device_count()))]
+    all_gpus = gpus()
+    places = [",".join(all_gpus[start : start + width]) for start in range(0, len(all_gpus) - width + 1, width)]
     for place in places:
         free.put(place)
 
@@ -112,7 +120,7 @@ def write_model(engine: Engine, folder: str, length: int) -> None:
         "attention_bias": False, "tie_word_embeddings": shape.tied, "torch_dtype": "bfloat16",
         "bos_token_id": 151643, "eos_token_id": 151645,
     }  # fmt: skip
-    (Path(folder) / "config.json").write_text(json.dumps(config))
+    (Path(folder) / "config.json").write_text(json.dumps(config | engine.config))
 
 
 def prepare_environment(folder: str, runner: str | None) -> None:
@@ -144,7 +152,9 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
         from vllm import LLM
 
         register()  # where the package is on the path, but not installed
-        sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < requests} | {requests})
+        speculation = engine.options.get("speculative_config", {})
+        tokens = requests * (1 + speculation.get("num_speculative_tokens", 0))
+        sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < tokens} | {requests, tokens})
         graphs = {} if engine.graphs is None else {"cudagraph_mode": engine.graphs}
         arguments: dict[str, Any] = {
             "load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": True,
@@ -175,9 +185,13 @@ def runner_of(llm: Any) -> Any:
 
 
 @torch.inference_mode()
-def set_weights(llm: Any, seed: int = 0) -> None:
-    """Weights with which attention and next tokens are neither uniform nor certain, the same in every engine."""
-    weights = dict(runner_of(llm).model.named_parameters())
+def set_weights(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights with which attention and next tokens are neither uniform nor certain, the same in every engine.
+
+    Args:
+        model: of one rank; `LLM.apply_model` takes this function to all.
+    """
+    weights = dict(model.named_parameters())
     has_head = any("lm_head" in name for name in weights)
     for name, one in weights.items():
         draw = torch.Generator(one.device).manual_seed(seed + sum(name.encode()))
@@ -187,6 +201,8 @@ def set_weights(llm: Any, seed: int = 0) -> None:
             is_head = "lm_head" in name or ("embed_tokens" in name and not has_head)
             width = 1.0 if "embed_tokens" in name and has_head else (3.0 if is_head else 1.0) / one.shape[-1] ** 0.5
             one.normal_(0.0, width, generator=draw)
+        elif name.endswith("bias"):
+            one.normal_(0.0, 0.1, generator=draw)
         else:  # of norms: weights of 1 hide most differences of their sums
             one.uniform_(0.5, 1.5, generator=draw).mul_(2.0 if "q_norm" in name else 1.0)
 
@@ -203,15 +219,20 @@ def refuse_certain(logprob: float) -> None:
 
 def describe(llm: Any) -> dict[str, Any]:
     """Which runner, backend and graphs an engine has, and how many steps this package has counted."""
-    engine, runner = llm.llm_engine, runner_of(llm)
-    builder = ask(runner, "attn_groups.0.0.metadata_builders.0")
-    found = {
+    engine = llm.llm_engine
+    return {
         "vllm": sys.modules["vllm"].__version__,
-        "runner": type(runner).__module__,
-        "backend": type(builder).__module__,
         "graphs": str(ask(engine, "vllm_config.compilation_config.cudagraph_mode")),
         "block_size": ask(engine, "vllm_config.cache_config.block_size"),
+        **llm.collective_rpc(describe_worker)[0],
     }
+
+
+def describe_worker(worker: Any) -> dict[str, Any]:
+    """What one of vLLM's workers, wrapped or not, knows."""
+    runner = ask(worker, "worker.model_runner") or ask(worker, "model_runner")
+    builder = ask(runner, "attn_groups.0.0.metadata_builders.0")
+    found: dict[str, Any] = {"runner": type(runner).__module__, "backend": type(builder).__module__}
     counted = ask(builder, "_sharing.statistics")
     if counted is not None:
         found |= {"steps": dict(counted.steps), "stock_steps": dict(counted.stock)}

@@ -17,5 +17,9 @@ def test_greedy_tokens() -> None:
     assert check_vllm.check_greedy(LIMIT_S)
 
 
+def test_features() -> None:
+    assert check_vllm.check_features(LIMIT_S)
+
+
 def test_bits_in_any_batch() -> None:
     assert check_vllm.check_invariant(LIMIT_S)

@@ -22,6 +22,7 @@ import torch
 import vllm_report
 import vllm_rig
 from tiny_models import dualkv, tiny_model
+from transformers import AutoConfig
 
 from flash_attn_dualkv import pack_shared_prompts, unpack_logprobs
 
@@ -78,19 +79,33 @@ SAMPLED = {"tokens": [[1, 2]], "logprobs": [[-1.0, -2.0]]}
 
 def test_slow_engines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One that runs out of time is told of, with its output, and the others are compared."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     for check, slow, count, said in (
         (check_vllm.check_greedy, '"exact": "trainer"', 4, "dualkv   against stock: 2 of 2 tokens"),
         (check_vllm.check_greedy, "TRITON_ATTN", 4, "nothing to compare with"),
+        (check_vllm.check_features, "speculative_config", 12, "two GPUs:\nstock    against stock: 2 of 2 tokens"),
         (check_vllm.check_invariant, "max_num_batched_tokens", 4, "dualkv_invariant {}: alone equal to the bit"),
     ):
-        engines = Engines({"found": {"together": SAMPLED, "alone": SAMPLED}, "about": {}}, slow)
+        result = {"found": {"together": SAMPLED, "alone": SAMPLED}, "about": {"steps": {"decode": 1}}}
+        engines = Engines(result, slow)
         monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
         assert not check(1.0) and engines.count == count
         text = capsys.readouterr().out
         assert "FAILED: time limit\nit was here" in text and said in text
         engines.slow = "no engine"
         assert check(1.0)
+        result["about"] = {}  # no step on this package
+        assert check(1.0) == (check is check_vllm.check_invariant)
         capsys.readouterr()
+
+
+def test_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What takes two is left out, and that is said."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    engines = Engines({"found": {"together": SAMPLED}, "about": {"steps": {"decode": 1}}}, "no engine")
+    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+    assert check_vllm.check_features(1.0) and engines.count == 9
+    assert "two GPUs: left out, there is one" in capsys.readouterr().out
 
 
 def test_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -133,6 +148,9 @@ def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert vllm_rig.side_by_side([partial(task, number) for number in range(4)]) == [0, 1, 2, 3]
     assert places == {"2", "5"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,6,7,8")
+    assert vllm_rig.side_by_side([partial(task, number) for number in range(4)], width=2) == [0, 1, 2, 3]
+    assert places == {"2", "5", "2,5", "6,7"}
 
 
 def test_certain_tokens_are_refused() -> None:
@@ -165,6 +183,20 @@ def test_configuration(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "config.json").read_text())
     assert found["num_hidden_layers"] == 3 and found["hidden_size"] == 2048 and found["tie_word_embeddings"]
     assert found["max_position_embeddings"] == 50000
+    for config in (check_vllm.GEMMA_2, check_vllm.GPT_OSS):
+        vllm_rig.write_model(vllm_rig.Engine(model="qwen3-1.7b", layers=4, config=config), str(tmp_path), 4096)
+        read = AutoConfig.from_pretrained(tmp_path)
+        assert read.model_type == config["model_type"] and read.layer_types == config["layer_types"]
+        assert (read.num_hidden_layers, read.hidden_size, read.sliding_window) == (4, 2048, config["sliding_window"])
+
+
+def test_weights() -> None:
+    """The same in every engine; biases are small."""
+    model, other = (torch.nn.Linear(64, 32) for _ in range(2))
+    for one in (model, other):
+        vllm_rig.set_weights(one)
+    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
+    assert model.weight.std().item() == pytest.approx(64**-0.5, rel=0.1) and model.bias.abs().max() < 0.5
 
 
 def test_page(tmp_path: Path) -> None:
