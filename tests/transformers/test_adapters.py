@@ -129,6 +129,17 @@ def test_embeddings_that_are_trained_and_tied() -> None:
     assert verdict.kind == "exact", verdict.reason
 
 
+@pytest.mark.parametrize("options", [dict(target_modules=["lm_head"]), dict(modules_to_save=["lm_head"])])
+def test_a_head_whose_adapter_is_disabled_before_the_backward(options: dict[str, Any]) -> None:
+    """The backward computes its logits again, and would get those of the base model."""
+    model = peft.get_peft_model(tiny_model("qwen3"), plain(**options)).double()
+    logps, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack())
+    message = "parameters of the LM head: .* frozen in between .its adapter was disabled"
+    with model.disable_adapter(), pytest.raises(RuntimeError, match=message):
+        logps.sum().backward()
+    logps.sum().backward()  # now that it is enabled again
+
+
 @pytest.mark.parametrize("name", ["Prefix tuning", "Prompt tuning", "Cartridge", "X-LoRA", "Lily", "Shadow", "Poly"])
 def test_disabled_adapters_are_no_reason(name: str) -> None:
     model = adapted(KINDS[name])
