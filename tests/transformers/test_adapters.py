@@ -16,7 +16,7 @@ from sweep import check_page, switched, verdict_of
 from tiny_models import TOLERANCES, check_equal, dualkv, replicated_logps, tiny_model
 from torch import nn
 
-from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv import SharedPromptError, pack_shared_prompts
 from flash_attn_dualkv.integrations.transformers.adapters import check_adapters
 
 VERSION = tuple(int(part) for part in peft.__version__.split(".")[:2])
@@ -127,6 +127,13 @@ def test_embeddings_that_are_trained_and_tied() -> None:
     assert max(map(max, SAMPLES.prompts)) > 32
     verdict = verdict_of(model, SAMPLES, switched)
     assert verdict.kind == "exact", verdict.reason
+
+
+@pytest.mark.parametrize("options", [dict(target_modules=["embed_tokens"]), dict(modules_to_save=["embed_tokens"])])
+def test_tokens_outside_of_adapted_embeddings(options: dict[str, Any]) -> None:
+    model = peft.get_peft_model(tiny_model("qwen3"), plain(**options)).double()
+    with pytest.raises(SharedPromptError, match="batch: expected token ids below 97, the vocabulary, got 97"):
+        dualkv.shared_prompt_forward(model, pack_shared_prompts([[97]], [[2]]))
 
 
 @pytest.mark.parametrize("options", [dict(target_modules=["lm_head"]), dict(modules_to_save=["lm_head"])])

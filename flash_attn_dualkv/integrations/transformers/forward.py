@@ -260,8 +260,10 @@ def check_forward(causal_lm: Any) -> str:
 
 def check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
     """SharedPromptError for token ids that have no row: on a GPU the embedding would only say "device-side assert"."""
-    size = getattr(causal_lm.get_input_embeddings(), "num_embeddings", None)
-    if isinstance(size, int) and batch.max_token >= size:
+    # Inside of PEFT's adapters of embeddings.
+    found = (one for one in causal_lm.get_input_embeddings().modules() if isinstance(one, nn.Embedding))
+    size = next((one.num_embeddings for one in found), None)
+    if size is not None and batch.max_token >= size:
         raise SharedPromptError(explain("batch", f"token ids below {size}, the vocabulary", batch.max_token))
 
 
