@@ -3,9 +3,10 @@
 # GRPO with verl 0.9 on shared prompts, on the GPUs of one machine. What it needs: docs/verl.md.
 #
 #   TRAIN=train.parquet VAL=test.parquet examples/verl_grpo.sh
-#   MODEL=Qwen/Qwen3-8B GPUS=4 N=32 examples/verl_grpo.sh actor_rollout_ref.actor.entropy_coeff=0.001
+#   MODEL=Qwen/Qwen3-8B GPUS=4 N=32 examples/verl_grpo.sh actor_rollout_ref.actor.entropy_coeff=0.01
 #
-# Everything behind the script's name goes to verl as it stands. Without the line of external_lib it is verl's own.
+# All that follows the script's name goes to verl as it stands. Without the line of external_lib it
+# is verl's own.
 set -euo pipefail
 
 : "${MODEL:=Qwen/Qwen3-1.7B}"                  # a name on the Hugging Face hub, or a folder

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..checks import explain
+from ..errors import SharedPromptLayoutError
 from ..ops import DifferentiableOnce, forces_reference
 
 # Logits that exist at once: 512 MiB in float32, with what is computed from them two to three times.
@@ -44,6 +45,7 @@ def score_in_chunks(
     with_entropy: bool = False,
     group: Any = None,
     frozen: Iterable[Tensor] = (),
+    max_target: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens and entropies, `rows` rows of logits at a time.
 
@@ -54,20 +56,22 @@ def score_in_chunks(
             part of it, and the whole gradient of hidden. None: the vocabulary is whole.
         frozen: parameters that `head` reads without a gradient, which its graph does not show; others may be among
             them.
+        max_target: no target is larger, as is known on the host; where the vocabulary ends before, targets are read.
 
     Returns:
         logps, entropy: (T,) each, float32, or float64 if the logits are; differentiable once, in
         `hidden` and in every parameter that `head` depends on. entropy is zeros unless asked for.
 
     Raises:
-        RuntimeError: in the backward, when a parameter of `head` is another one than in the forward or was changed in
-            place since, by an optimizer's step, say.
+        SharedPromptLayoutError: a target lies behind the vocabulary.
+        RuntimeError: in the backward, when a parameter of `head` is another one than in the forward, was frozen since
+            or was changed in place, by an optimizer's step, say.
     """
     # Whatever the head is, its parameters are the leaves of what it computes of one row.
     parameters = _leaves_of(head(hidden.new_zeros(1, hidden.shape[1]))) if torch.is_grad_enabled() else []
     versions = _versions_of([*parameters, *frozen]) if parameters or hidden.requires_grad else []
     autocast = current_autocast(hidden.device.type)
-    settings = _Settings(head, rows, temperature, with_entropy, autocast, group, versions)
+    settings = _Settings(head, rows, temperature, with_entropy, autocast, group, versions, max_target)
     logps, entropy = _ChunkedScores.apply(settings, targets, hidden, *parameters)
     return logps, entropy
 
@@ -80,6 +84,7 @@ class _Settings(NamedTuple):
     autocast: Callable[[], Any]  # the state of the forward, which the backward takes again
     group: Any
     versions: Sequence[tuple[Tensor, int]]  # of the head's parameters in the forward
+    max_target: int
 
     def reduced(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Over the parts of the vocabulary, in place."""
@@ -166,7 +171,7 @@ class _ChunkedScores(torch.autograd.Function):
             with torch.enable_grad(), settings.autocast():
                 part = hidden[chunk].detach().requires_grad_(needs_hidden)
                 logits = settings.head(part)
-            _check_leaves(logits, (part, *ctx.parameters))
+            _check_leaves(logits, part, ctx.parameters)
             of_rows = targets, entropy, normalizer, d_logps, d_entropy
             own: Any = (None if one is None else one[chunk] for one in of_rows)
             d_logits = _score_gradient(settings, logits.detach(), *own)
@@ -254,6 +259,7 @@ class _Sum:
 
 def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target, entropy, and the logarithm of the normaliser of each row."""
+    _check_targets(settings, targets, logits.shape[-1])
     score_part = _score_part_by_kernel if _has_kernels(settings, logits) else _score_part
     own, chosen, entropy = score_part(settings, logits, settings.own_targets(targets, logits.shape[-1]))
     normalizer = own
@@ -356,13 +362,22 @@ def _scaled(settings: _Settings, logits: Tensor) -> Tensor:
     return logits.to(_dtype_of_scores(logits), copy=True).div_(settings.temperature)
 
 
-def _check_leaves(logits: Tensor, inputs: Sequence[Tensor]) -> None:
-    """RuntimeError if the head depends on a parameter that the forward has not seen."""
-    known = {id(one) for one in inputs}
-    for one in _leaves_of(logits):
-        if id(one) not in known:
-            got = f"one of {tuple(one.shape)} that the forward has not seen"
-            raise RuntimeError(explain("parameters of the LM head", "the same in forward and backward", got))
+def _check_targets(settings: _Settings, targets: Tensor, width: int) -> None:
+    """SharedPromptLayoutError for targets behind the vocabulary: kernels would give NaN, ranks the logit 0."""
+    columns = width if settings.group is None else width * dist.get_world_size(settings.group)
+    if settings.max_target >= columns and len(targets) and (most := int(targets.max())) >= columns:
+        expected = f"scored token ids below {columns}, as many as the LM head has"
+        raise SharedPromptLayoutError(explain("batch", expected, most))
+
+
+def _check_leaves(logits: Tensor, part: Tensor, parameters: Sequence[Tensor]) -> None:
+    """RuntimeError if the head depends on a parameter that the forward has not seen, or one of these was frozen."""
+    known = {id(one) for one in (part, *parameters)}
+    strange = [(one, "that the forward has not seen") for one in _leaves_of(logits) if id(one) not in known]
+    frozen = "that was frozen in between (its adapter was disabled, or another one set, say)"
+    for one, what in (*strange, *((one, frozen) for one in parameters if not one.requires_grad)):
+        got = f"one of {tuple(one.shape)} {what}"
+        raise RuntimeError(explain("parameters of the LM head", "the same in forward and backward", got))
 
 
 def _versions_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int]]:

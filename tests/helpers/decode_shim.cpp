@@ -8,8 +8,8 @@ using namespace dualkv;
 
 extern "C" {
 
-// Bytes from the beginning to the lists (shared, alone), their counts, the order of queries and their splits; then the
-// capacities of the lists.
+// Bytes from the beginning to the lists (shared, alone), their counts, the order of queries and
+// their splits; then the capacities of the lists.
 void read_decode_layout(const DualkvDecodePlan* plan, int block_n, int64_t* out) {
   const DecodeMemory memory(*plan, block_n, 0);
   const DecodeLists& lists = memory.plan.lists;
@@ -19,7 +19,7 @@ void read_decode_layout(const DualkvDecodePlan* plan, int block_n, int64_t* out)
   for (const int64_t one : found) *out++ = one;
 }
 
-// Position and number of keys of each tile; returns how many there are, of which it writes up to `most`.
+// Position and number of keys of each tile, up to `most` of them; returns how many there are.
 int read_decode_walk(const DecodeItem* item, int block_n, int most, int* out) {
   const DecodeWalk walk(*item, block_n, {true, kNoWindow});
   for (int step = 0; step < min_int(walk.tiles(), most); ++step) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The geometry header for the tests: calls the functions that the kernels call and records what they visit. It adds
-// no geometry of its own. Every visit is checked against the tensors' extents before it is recorded.
+// The geometry header for the tests: calls the functions that the kernels call and records what
+// they visit. It adds no geometry of its own. Every visit is checked against the tensors' extents
+// before it is recorded.
 #include <cstdint>
 #include <deque>
 #include <initializer_list>
@@ -33,7 +34,7 @@ struct Columns {
   int count() const { return max_int(end - max_int(first, 0), 0); }
 };
 
-// Counts that a query of one head sees a key, both by their packed rows, those of keys over both tensors.
+// Counts that a query of one head sees a key, by their packed rows, of keys over both tensors.
 void see_key(const Problem& p, Record& r, int head, int row, int64_t key) {
   if (r.seen) ++r.seen[(int64_t{head} * p.q_rows + row) * (int64_t{p.key_rows} + p.decoded_rows) + key];
 }
@@ -79,8 +80,8 @@ int64_t most_steps(const Problem& p) {
   return (int64_t{ceil_div(p.key_rows + p.decoded_rows, p.block_n)} + 1) * p.num_nodes;
 }
 
-// Follows a path to its last tile. Its tiles must stand one below the other, without a gap, down to the first key that a
-// query sees, and begin with it.
+// Follows a path to its last tile. Its tiles must stand one below the other, without a gap, down to
+// the first key that a query sees, and begin with it.
 void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
   const NodeTable table = p.table();
   const QueryTile q = query_tile(node, m_block, p.block_m);
@@ -157,8 +158,8 @@ void load_steps(const Problem& p, Record& r, std::deque<OpenStep>& open, size_t 
   }
 }
 
-// Follows a path on a walk that gathers borders, beside one that does not. It has no more tiles than that and, without a
-// border tile, exactly the same.
+// Follows a path on a walk that gathers borders, beside one that does not. It has no more tiles
+// than that and, without a border tile, exactly the same.
 template <class Borders>
 void gathering_tile(const Problem& p, Record& r, const Node& node, int m_block, PathWalk<Borders>& walk,
                     std::deque<OpenStep>& open) {
@@ -228,7 +229,8 @@ void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
     own_rows += own;
   }
   r.wrong_own_rows += has_foreign_rows(walk.range, walk.m_block, p.block_m) != (own_rows < p.block_m);
-  // Transposed masks ask for the rows of a key: as many pairs in all, and the right ones at both ends of each key's rows.
+  // Transposed masks ask for the rows of a key: as many pairs in all, and the right ones at both
+  // ends of each key's rows.
   int64_t seen = 0;
   for (int key = 0; key < p.block_n && masked; ++key) {
     const RowsOfKey rows = rows_of_key(walk.tile, walk.range, key, p.sees());
@@ -273,8 +275,8 @@ QueryWalk walk_of(const Problem& p, const OwnedTile& owned) {
   return walk;
 }
 
-// Calls body(owned, steps) for every tile that somebody owns, up to as many as the device list holds: overlapping hostile
-// runs have more.
+// Calls body(owned, steps) for every tile that somebody owns, up to as many as the device list
+// holds: overlapping hostile runs have more.
 template <class Body>
 void for_each_owned_tile(const Problem& p, Body body) {
   const NodeTable table = p.table();
@@ -340,8 +342,8 @@ void read_continued(const Problem* p, int* out) {
   for (int i = 1; i < p->num_nodes; ++i) out[i] = continues_run(p->table().node(i - 1), p->table().node(i));
 }
 
-// {row_begin, row_end, full_row, full_end, pos_offset} of each range of queries that see tile n_block of a node, if it
-// has so many.
+// {row_begin, row_end, full_row, full_end, pos_offset} of each range of queries that see tile
+// n_block of a node, if it has so many.
 int read_ranges(const Problem* p, int index, int n_block, int* out) {
   const NodeTable table = p->table();
   const Node node = table.node(index);
@@ -364,8 +366,8 @@ int count_steps(const Problem* p) {
   return static_cast<int>(total);
 }
 
-// Item, KV head and direction of a thread block, and whether items are counted in raster order; false for a
-// surplus block.
+// Item, KV head and direction of a thread block, and whether items are counted in raster order;
+// false for a surplus block.
 int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {
   const BackwardPlace place = backward_place(block, *order, num_kv_heads, num_sms);
   out[0] = place.item, out[1] = place.kv_head, out[2] = place.reversed, out[3] = place.in_local_order;

@@ -88,8 +88,8 @@ void read_capacities(const Problem* p, int* out) {
   out[3] = forward_capacity(p->table(), p->block_m);
 }
 
-// Of every step of an item's walk from the end: the first row that it has of its query tile, their end, the pack of heads, and
-// when its dQ is added.
+// Steps of an item's walk from the end, with the first row that each has of its query tile, their
+// end, the pack of heads, and when its dQ is added.
 int read_walk(const Problem* p, const BackwardItem* item, int* out, uint64_t* turns) {
   NodeTable table = p->table();
   const Node node = table.node(item->node);
@@ -124,9 +124,10 @@ int steps_of(const Problem* p, int index, int n_block) {
   return tile_steps(table, index, table.kv_tile(node, n_block, p->block_n), p->block_m, p->heads, p->sees());
 }
 
-// Fills items (node, n_block, first_step, num_steps, slot, before), splits (node, n_block, slot, parts), the runs, and for
-// every thread block its item, KV head and direction. Returns the number of items; {splits, whether heads come one
-// after the other, alternating, items of class 0, local heads} in `counts`.
+// Fills items (node, n_block, first_step, num_steps, slot, before), splits (node, n_block, slot,
+// parts), the runs, and for every thread block its item, KV head and direction. Returns the number
+// of items; {splits, whether heads come one after the other, alternating, items of class 0, local
+// heads} in `counts`.
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
                    int* counts) {
   const BackwardCapacities most = p->capacities();

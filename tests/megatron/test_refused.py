@@ -279,6 +279,8 @@ def test_arguments() -> None:
         shared.SharedPackedSeqParams(plain)
     with pytest.raises(SharedPromptError, match="logits"):
         shared.score_logits(torch.zeros(batch.layout.num_tokens, 4), batch)
+    with pytest.raises(SharedPromptLayoutError, match="scored token ids below 4, "):
+        shared.score_logits(torch.zeros(1, batch.layout.num_tokens, 4), batch)
     for name in ("labels", "loss_mask"):
         for function in (shared.shared_prompt_forward, shared.shared_prompt_values):
             with pytest.raises(SharedPromptError, match=f"{name}: expected None .*the batch says"):

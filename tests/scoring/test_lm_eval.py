@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from processes import run_ranks
 from tiny_models import VERSION, VOCABULARY, stock_twin, tiny_model
 from tiny_tokenizer import tokenizer
 
@@ -236,6 +239,19 @@ def test_refused_models_and_requests() -> None:
         ours.loglikelihood(instances([("5 6", " 7 8 9 10 11")]), True)
 
 
+ROLLING = """
+task: rolling
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder}/test.json
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list:
+  - metric: word_perplexity
+"""
 TASK = """
 task: tiny{name}
 dataset_path: json
@@ -274,6 +290,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{split}.json").write_text("\n".join(map(json.dumps, docs)))
     for name, sampler in (("", "default"), ("_first", "first_n")):
         (folder / f"tiny{name}.yaml").write_text(TASK.format(name=name, folder=folder, sampler=sampler))
+    (folder / "rolling.yaml").write_text(ROLLING.format(folder=folder))
     tiny_model("qwen3", dtype=torch.float32, attention="sdpa").save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     return folder
@@ -303,9 +320,7 @@ def test_the_command(folder: Path) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     results = json.loads(next(out.rglob("results_*.json")).read_text())
     assert results["config"]["model"] == "dualkv"
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    given = dict(pretrained=str(folder / "model"), dtype="float32", device="cpu")
-    expected = simple_evaluate("hf", given, tasks=tasks, task_manager=manager, log_samples=True)
+    expected = evaluate(folder, "hf", tasks)
     for name in tasks:
         for metric in ("acc,none", "acc_norm,none"):
             assert results["results"][name][metric] == expected["results"][name][metric]
@@ -316,6 +331,37 @@ def test_the_command(folder: Path) -> None:
             for own, other in zip(one["filtered_resps"], by_number[one["doc_id"]], strict=True):
                 assert float(own[0]) == pytest.approx(other[0], abs=1e-5)
                 assert str(own[1]) == str(other[1])
+
+
+def evaluate(folder: Path, model: str, tasks: list[str], limit: int | None = None) -> Any:
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    given = dict(pretrained=str(folder / "model"), dtype="float32", device="cpu")
+    return simple_evaluate(model, given, tasks=tasks, task_manager=manager, limit=limit, log_samples=True)
+
+
+def test_processes(folder: Path) -> None:
+    """Two ranks, one of which has a document less and scores one of its own twice."""
+    tasks = ["tiny_first", "rolling"]
+    got = run_ranks(_evaluate, 2, folder, tasks, 7)
+    expected = evaluate(folder, "hf", tasks, 7)
+    assert got[1] is None  # the first one has the documents of both
+    results, samples = got[0]
+    for name, metrics in (("tiny_first", ("acc,none", "acc_norm,none")), ("rolling", ("word_perplexity,none",))):
+        for metric in metrics:
+            assert results[name][metric] == pytest.approx(expected["results"][name][metric])
+        answers = {one["doc_id"]: one["filtered_resps"] for one in samples[name]}
+        assert len(samples[name]) == len(answers) == 7
+        for one in expected["samples"][name]:
+            torch.testing.assert_close(torch.tensor(answers[one["doc_id"]]), torch.tensor(one["filtered_resps"]))
+
+
+def _evaluate(rank: int, folder: Path, tasks: list[str], limit: int, results: Any) -> None:
+    """As accelerate's launcher starts it; the harness counts GPUs before it divides its documents."""
+    ranks = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    os.environ.update(ranks, ACCELERATE_USE_CPU="true")
+    with patch.object(torch.cuda, "device_count", lambda: 2):
+        found = evaluate(folder, "dualkv", tasks, limit)
+    results[rank] = found and (found["results"], found["samples"])
 
 
 def test_in_python(folder: Path) -> None:

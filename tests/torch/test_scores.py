@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from flash_attn_dualkv.errors import SharedPromptLayoutError
 from flash_attn_dualkv.integrations import lm_head
 from flash_attn_dualkv.integrations.lm_head import score_in_chunks
 
@@ -96,6 +97,9 @@ class Threads:
     def get_rank(self, group):
         return self.own.rank
 
+    def get_world_size(self, group):
+        return len(self.values)
+
     def all_reduce(self, tensor, operation, group):
         self.values[self.own.rank] = tensor.clone()
         self.barrier.wait(60)
@@ -140,7 +144,10 @@ def test_a_vocabulary_in_parts(with_entropy, monkeypatch):
     expected, (d_hidden, d_weight, d_bias) = outcome(slice(None))
     threads = Threads(3)
     monkeypatch.setattr(lm_head, "dist", threads)
-    parts = threads.run(lambda rank: outcome(slice(4 * rank, 4 * rank + 4), group="a group"))
+    with pytest.raises(SharedPromptLayoutError, match="batch: expected scored token ids below 9, .*, got 11"):
+        threads.run(lambda rank: outcome(slice(3 * rank, 3 * rank + 3), group="a group", max_target=11))
+    threads.barrier.reset()
+    parts = threads.run(lambda rank: outcome(slice(4 * rank, 4 * rank + 4), group="a group", max_target=99))
     for scores, _ in parts:
         for one, other in zip(scores, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -193,6 +200,16 @@ def test_a_head_that_changes_is_an_error():
     logps, _ = score_in_chunks(lambda h: heads[0](h), hidden, targets, rows=4)
     heads[0] = copy.deepcopy(head)
     with pytest.raises(RuntimeError, match="parameters of the LM head: expected the same in forward and backward"):
+        logps.sum().backward()
+
+
+@pytest.mark.parametrize("names", [["bias"], ["weight", "bias"]])
+def test_a_parameter_that_is_frozen_in_between_is_an_error(names):
+    head, hidden, targets = problem()
+    logps, _ = score_in_chunks(head, hidden.detach(), targets, rows=4)
+    for name in names:
+        getattr(head, name).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="parameters of the LM head: .* that was frozen in between .* adapter"):
         logps.sum().backward()
 
 

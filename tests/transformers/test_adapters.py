@@ -16,7 +16,7 @@ from sweep import check_page, switched, verdict_of
 from tiny_models import TOLERANCES, check_equal, dualkv, replicated_logps, tiny_model
 from torch import nn
 
-from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv import SharedPromptError, pack_shared_prompts
 from flash_attn_dualkv.integrations.transformers.adapters import check_adapters
 
 VERSION = tuple(int(part) for part in peft.__version__.split(".")[:2])
@@ -127,6 +127,24 @@ def test_embeddings_that_are_trained_and_tied() -> None:
     assert max(map(max, SAMPLES.prompts)) > 32
     verdict = verdict_of(model, SAMPLES, switched)
     assert verdict.kind == "exact", verdict.reason
+
+
+@pytest.mark.parametrize("options", [dict(target_modules=["embed_tokens"]), dict(modules_to_save=["embed_tokens"])])
+def test_tokens_outside_of_adapted_embeddings(options: dict[str, Any]) -> None:
+    model = peft.get_peft_model(tiny_model("qwen3"), plain(**options)).double()
+    with pytest.raises(SharedPromptError, match="batch: expected token ids below 97, the vocabulary, got 97"):
+        dualkv.shared_prompt_forward(model, pack_shared_prompts([[97]], [[2]]))
+
+
+@pytest.mark.parametrize("options", [dict(target_modules=["lm_head"]), dict(modules_to_save=["lm_head"])])
+def test_a_head_whose_adapter_is_disabled_before_the_backward(options: dict[str, Any]) -> None:
+    """The backward computes its logits again, and would get those of the base model."""
+    model = peft.get_peft_model(tiny_model("qwen3"), plain(**options)).double()
+    logps, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack())
+    message = "parameters of the LM head: .* frozen in between .its adapter was disabled"
+    with model.disable_adapter(), pytest.raises(RuntimeError, match=message):
+        logps.sum().backward()
+    logps.sum().backward()  # now that it is enabled again
 
 
 @pytest.mark.parametrize("name", ["Prefix tuning", "Prompt tuning", "Cartridge", "X-LoRA", "Lily", "Shadow", "Poly"])

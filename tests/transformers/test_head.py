@@ -20,6 +20,7 @@ from tiny_models import (
     check_gradients,
     dualkv,
     gradients,
+    replicated_logps,
     row_of,
     tiny_config,
     tiny_model,
@@ -88,6 +89,23 @@ def test_a_head_that_is_changed_before_the_backward_is_an_error(is_frozen: bool)
     torch.optim.SGD(model.lm_head.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match="parameters of the LM head: .* changed in place"):
         logps.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["linear", "of ones own", "another weight"])
+def test_a_head_smaller_than_the_embeddings(kind: str) -> None:
+    """Tokens that are read alone need no logit, as those of images in some models."""
+    model, size = tiny_model("llama"), 90
+    if kind == "another weight":
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach()[:size])
+    else:
+        head = nn.Linear(32, size, bias=False, dtype=torch.float64)
+        model.set_output_embeddings(head if kind == "linear" else nn.Sequential(head))
+    samples = type(MIXED)([[95, 5, 96], [95, 5, 96]], [[size - 1, 7], [6, 96]])
+    with pytest.raises(SharedPromptError, match="batch: expected scored token ids below 90, .* LM head .*, got 96"):
+        dualkv.shared_prompt_forward(model, samples.pack())
+    samples.responses[1][1] = 0
+    got, expected = dualkv.shared_prompt_forward(model, samples.pack())[0], replicated_logps(model, samples)[0]
+    check_equal(got, expected, TOLERANCES[torch.float64].value)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -201,7 +201,7 @@ def _scores(
     # One gather for all rows: one per chunk would have a backward as large as the whole pack.
     chosen = rows.index_select(0, index)
     options: dict[str, Any] = dict(temperature=request.temperature, with_entropy=request.with_entropy, group=group)
-    options |= dict(rows=rows_of_a_chunk(vocabulary), frozen=frozen)
+    options |= dict(rows=rows_of_a_chunk(vocabulary), frozen=frozen, max_target=request.batch.max_token)
     logps, entropy = score_in_chunks(head, chosen, targets, **options)
     scores = [logps, entropy] if request.with_entropy else [logps]
     if layout is not None:

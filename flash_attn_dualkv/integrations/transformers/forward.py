@@ -124,7 +124,7 @@ def shared_prompt_forward(
         wanted = targets.to(hidden.device)
         frozen = causal_lm_of(model).get_output_embeddings().parameters()
         options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, frozen=frozen)
-        return score_in_chunks(head, hidden, wanted, rows=rows, **options)
+        return score_in_chunks(head, hidden, wanted, rows=rows, max_target=batch.max_token, **options)
 
     drops = checks.flag("drop_unread", drop_unread) and layout is None
     logps, entropy = _scored(model, batch, token_index, score, self_check, layout, drops)
@@ -260,12 +260,11 @@ def check_forward(causal_lm: Any) -> str:
 
 def check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
     """SharedPromptError for token ids that have no row: on a GPU the embedding would only say "device-side assert"."""
-    ends = (causal_lm.get_input_embeddings(), "num_embeddings"), (causal_lm.get_output_embeddings(), "out_features")
-    # PEFT's copy of a tied head has its sizes in the wrong order.
-    modules = ((getattr(module, "original_module", module), name) for module, name in ends)
-    sizes = [size for module, name in modules if isinstance(size := getattr(module, name, None), int)]
-    if sizes and batch.max_token >= min(sizes):
-        raise SharedPromptError(explain("batch", f"token ids below {min(sizes)}, the vocabulary", batch.max_token))
+    # Inside of PEFT's adapters of embeddings.
+    found = (one for one in causal_lm.get_input_embeddings().modules() if isinstance(one, nn.Embedding))
+    size = next((one.num_embeddings for one in found), None)
+    if size is not None and batch.max_token >= size:
+        raise SharedPromptError(explain("batch", f"token ids below {size}, the vocabulary", batch.max_token))
 
 
 @dataclass(frozen=True)

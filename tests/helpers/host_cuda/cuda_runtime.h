@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Launches of kernels on the host, block after block. Stands in for the toolkit's header of this name.
+// Launches of kernels on the host, block after block, in place of the toolkit's header.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@ namespace host_cuda {
 
 inline uint64_t launches = 0;  // each has schedules of its own
 
-// `kernel<<<blocks, threads, shared_bytes, stream>>>(params...)`, in which a C++ compiler sees no call.
+// `kernel<<<blocks, threads, shared_bytes, stream>>>(params...)`, which is no call in C++.
 template <typename... Params>
 struct Launch {
   void (*kernel)(Params...);

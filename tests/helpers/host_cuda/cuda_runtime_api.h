@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Enough of CUDA to run kernels on the host, for tests. Stands in for the toolkit's header of this name.
+// Enough of CUDA to run kernels on the host, for tests, in place of the toolkit's header.
 #pragma once
 
 #include <algorithm>

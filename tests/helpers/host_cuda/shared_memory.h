@@ -36,8 +36,9 @@ T& shared_at(uint32_t address) {
   return *reinterpret_cast<T*>(shared_pointer(address, sizeof(T), sizeof(T)));
 }
 
-// Ordinary writes need a fence before the copy engine or a product of a warpgroup may touch the same bytes: without it they find
-// NaN, or leave it. Of each chunk of 16 bytes: the thread, counted from 1, that has written there since its last fence.
+// Ordinary writes need a fence before the copy engine or a product of a warpgroup may touch the
+// same bytes: without it they find NaN, or leave it. Of each chunk of 16 bytes: the thread, counted
+// from 1, that has written there since its last fence.
 constexpr int kChunk = 16;
 inline uint16_t unfenced[sizeof(shared_memory) / kChunk];
 inline std::map<unsigned, std::vector<uint32_t>> unfenced_of;  // chunks of each thread

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// One block of a kernel on the host: each of its threads has a stack of its own, and they take turns. A thread runs until
-// it has to wait for others: at a barrier, a shuffle, a product of a warpgroup, a copy. Who comes next is drawn, and some
-// warps sleep for a while, so that code which is right only because some warp happens to be early or late goes wrong.
+// One block of a kernel on the host: each of its threads has a stack of its own, and they take
+// turns. A thread runs until it has to wait for others: at a barrier, a shuffle, a product of a
+// warpgroup, a copy. Who comes next is drawn, and some warps sleep for a while, so that code which
+// is right only because some warp happens to be early or late goes wrong.
 #pragma once
 
 #include <setjmp.h>
@@ -119,7 +120,7 @@ struct Meeting {
   }
 };
 
-// What threads of a warp do together: the last to come does it for all, from what each of them brought.
+// What threads of a warp do together: the last to come does it for all, from what each brought.
 struct WarpMeeting {
   Meeting meeting;
   void* brought[kWarp] = {};
@@ -215,8 +216,8 @@ inline bool run_warp(int warp, int threads, int& living) {
   return moved;
 }
 
-// Runs `kernel` by all threads of a block. std::runtime_error where they wait for each other, or do what a device does
-// not.
+// Runs `kernel` by all threads of a block. std::runtime_error where they wait for each other, or do
+// what a device does not.
 inline void run_block(int threads, const std::function<void()>& kernel) {
   start_threads(threads);
   machine.body = &kernel, blockDim = {static_cast<unsigned>(threads), 1, 1};

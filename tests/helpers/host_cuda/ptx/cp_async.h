@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// csrc/ptx/cp_async.h on the host. A copy happens when the thread orders it or when it waits for it, as is drawn.
+// csrc/ptx/cp_async.h on the host. A copy happens when the thread orders it or when it waits for
+// it, as is drawn.
 #pragma once
 
 #include <deque>

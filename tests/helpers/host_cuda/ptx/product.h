@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What tensor cores compute: products of 16-bit floats, 16 of them and the sum so far added exactly and truncated to fp32.
+// What tensor cores compute: products of 16-bit floats, 16 of them and the sum so far added exactly
+// and truncated to fp32.
 #pragma once
 
 #include <cuda_bf16.h>

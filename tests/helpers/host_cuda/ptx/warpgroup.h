@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// csrc/ptx/warpgroup.h on the host. Products of a warpgroup happen when its last thread orders them, or when the first one
-// waits for them, as is drawn: accumulators hold their old values until then, and operands must still be there.
+// csrc/ptx/warpgroup.h on the host. Products of a warpgroup happen when its last thread orders
+// them, or when the first one waits for them, as is drawn: accumulators hold their old values until
+// then, and operands must still be there.
 #pragma once
 
 #include <deque>

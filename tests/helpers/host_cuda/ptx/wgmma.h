@@ -9,8 +9,8 @@ namespace dualkv::ptx {
 
 constexpr int kProductRows = 64, kProductDepth = 16;
 
-// An operand in shared memory as its descriptor says: rows of 128 bytes whose chunks are permuted, in groups of 8. Calls
-// store(element of M or N, element of K, value).
+// An operand in shared memory as its descriptor says: rows of 128 bytes whose chunks are permuted,
+// in groups of 8. Calls store(element of M or N, element of K, value).
 template <typename T, bool kIsMajor, class Store>
 void read_operand(uint64_t descriptor, int size, Store store) {
   const auto field = [&](int bit) { return static_cast<uint32_t>(descriptor >> bit & 0x3fff) << 4; };
