@@ -23,6 +23,7 @@ from flash_attn_dualkv import (
     pack_prefix_tree,
     pack_shared_prompts,
 )
+from flash_attn_dualkv.integrations.transformers import first_use
 
 BATCH = MIXED.pack()
 POSITIONS = "position_ids: expected (those of the layout's batch|batch.position_ids)"
@@ -257,6 +258,8 @@ def test_compiled_model():
     with torch.no_grad(), dualkv.expect_shared_prompt(BATCH.layout, 1):
         got = call(compiled, position_ids=BATCH.position_ids[None]).logits
     check_equal(got, expected, 1e-5)
+    # What looks at every module is not compiled for each.
+    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(first_use._role.__wrapped__.__code__)
 
 
 def test_compiled_without_a_layout():
