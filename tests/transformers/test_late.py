@@ -202,7 +202,7 @@ def test_lora(name: str) -> None:
     check(computed(model, batch, wrapped), computed(model, batch, wrapped, drop_unread=False))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param("gemma4_text", marks=pytest.mark.slow), "llama"])
 def test_compiled_layers(name: str) -> None:
     """The first of those that rows do not reach, and the last, traced with their hooks."""
     model, batch = model_of(name), SAMPLES.pack()

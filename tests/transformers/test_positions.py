@@ -270,7 +270,7 @@ def test_compiled_without_a_layout():
     assert (graphs.graph_count, graphs.graph_break_count) == (1, 0), graphs.break_reasons
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_step(is_compiled):
     """Scores and logits are computed as they are; the model inside may be compiled, and fullgraph says why not."""
     model, rows = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1), BATCH.token_index
