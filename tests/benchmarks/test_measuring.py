@@ -9,6 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_kernel
@@ -236,10 +237,20 @@ def test_commit_and_dirtiness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert command.tree_state(None) == ("unknown", True)
 
 
-def test_builds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("in_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_builds_are_compared(
+    in_processes: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The same package twice: a row of four times and ratios for each shape; and what a slower build looks like."""
     names = ["2-groups-of-3x70x1-90-H4-Hk1-d16", "tree-tiny-H4-Hk2-d16"]
     roots = [str(command.ROOT)] * 2
+
+    def run_here(arguments: list[str], env: dict[str, str], check: bool) -> None:
+        assert arguments[1] == bench_kernel.__file__ and env["PYTHONPATH"].split(":")[0] == roots[0] and check
+        assert brief(bench_kernel.BENCHMARK).main(arguments[2:]) == 0
+
+    if not in_processes:
+        monkeypatch.setattr(compare_builds, "subprocess", SimpleNamespace(run=run_here))
     compare_builds.main([*roots, "--processes", "1", "--device", "cpu", "--shape", *names])
     lines = [line.replace("*", "").split() for line in capfd.readouterr().out.splitlines()[-2:]]
     assert [line[0] for line in lines] == names and all(len(line) == 13 for line in lines)

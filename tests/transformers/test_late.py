@@ -130,8 +130,15 @@ def check_leaves(model: Any, batch: PackedBatch) -> None:
     check(computed(model, batch), computed(model, batch, drop_unread=False))
 
 
-@pytest.mark.parametrize("options", PACKINGS, ids=str)
-@pytest.mark.parametrize("name", [*SIZES, *_OWNERS])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=[pytest.mark.slow] * (bool(options) and name not in KINDS))
+        for name in (*SIZES, *_OWNERS)
+        for options in PACKINGS
+    ],
+    ids=str,
+)
 def test_prompts_leave(name: str, options: dict[str, Any]) -> None:
     check_leaves(model_of(name), SAMPLES.pack(**options))
 
