@@ -41,7 +41,7 @@ def test_the_tree_of_prompts_of_one_token(boundary: Any) -> None:
         assert borders_in(again) == borders_in(batch) and again.layout.num_tokens == batch.layout.num_tokens
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(
     forests(),
     st.sampled_from(BOUNDARIES),
@@ -84,7 +84,7 @@ def shared(one: list[int], other: list[int], borders: tuple[list[int], list[int]
     return max(end for end in ends if end == 0 or end + shift <= common)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(forests(), st.sampled_from(BOUNDARIES), st.data())
 def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None:
     """They are kept, and nodes are shared that agree in tokens and borders up to their end."""

@@ -33,7 +33,7 @@ def pack(chosen: list[int], sequences: Lists, tree: PrefixTree, boundary: Any = 
     return pack_prefix_tree(sequences, tree=tree, chosen=chosen, boundary=boundary)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(forests(), st.sampled_from(BOUNDARIES), st.sampled_from([1, 2, 5]), st.integers(0, 15))
 def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> None:
     sequences = forest[0]
@@ -59,7 +59,7 @@ def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> No
             assert any(members <= {*one} for one in micro_batches), "a tree that fits was split"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=300)
 @given(forests(), st.sampled_from(BOUNDARIES), st.sampled_from([1, 3]), st.data())
 def test_a_part_of_a_tree(forest: Forest, boundary: Any, min_shared: int, data: st.DataObject) -> None:
     """What is packed: with the tokens of the chosen sequences, and with the tree's borders."""
