@@ -100,6 +100,11 @@ KINDS = [name for name in ("gemma4_text", "llama") if name in transformers.CONFI
 Found = tuple[Tensor, dict[str, Tensor]]
 
 
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Of models whose last layer owns its keys two are quick, without windows and with them."""
+    return [pytest.mark.slow] * (name in _OWNERS and name not in ("llama", "gemma3_text"))
+
+
 def computed(model: Any, batch: PackedBatch, run: Any = None, **options: Any) -> Found:
     """Log-probabilities, and all gradients of a loss of these and entropies."""
     options = dict(temperature=0.7, with_entropy=True, self_check=False) | options
@@ -133,7 +138,7 @@ def check_leaves(model: Any, batch: PackedBatch) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param(name, options, marks=[pytest.mark.slow] * (bool(options) and name not in KINDS))
+        pytest.param(name, options, marks=marks(name) or [pytest.mark.slow] * (bool(options) and name not in KINDS))
         for name in (*SIZES, *_OWNERS)
         for options in PACKINGS
     ],
@@ -159,7 +164,7 @@ def test_a_single_row_leaves_and_comes_between(name: str, monkeypatch: pytest.Mo
         check_leaves(model, batch)
 
 
-@pytest.mark.parametrize("name", [*SIZES, *_OWNERS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in (*SIZES, *_OWNERS)])
 def test_equals_replicated_prompts(name: str) -> None:
     model = model_of(name)
     twin = stock_twin(model, FAMILIES[name].stock if name in FAMILIES else "sdpa")
