@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +13,10 @@ from calls import Call, packed, separate, tree
 
 from flash_attn_dualkv import build_info
 
-torch.set_num_threads(1)  # tensors are small: threads that wait for each other would cost more than they compute
+# Tensors are small: threads that wait for each other would cost more than they compute. So would
+# those of the processes that tests start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _why_no_gpu() -> str | None:
@@ -31,6 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what has been imported and collected out of garbage collections, which many tests ask for."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

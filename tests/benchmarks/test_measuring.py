@@ -9,6 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_kernel
@@ -38,6 +39,11 @@ def measured(implementations: list[Implementation], shape: Shape = RAGGED, **cha
     run = measure.ShapeRun(shape, implementations, config, measure.Matmul(config))
     run.run()
     return run.rows
+
+
+def brief(benchmark: command.Benchmark) -> command.Benchmark:
+    """The benchmark without its warm-ups, which are for clocks of GPUs."""
+    return replace(benchmark, settings={**benchmark.settings, "warm_ms": 1.0, "target_ms": 1.0})
 
 
 OURS = peers.ours(None)
@@ -137,7 +143,7 @@ def test_the_commands(
 ) -> None:
     """Rows and header of what each writes; a CPU's are no result."""
     where = ["--device", "cpu", "--out", str(tmp_path), "--name", "trial"]
-    assert module.BENCHMARK.main([*where, "--rounds", "1", *arguments]) == 0
+    assert brief(module.BENCHMARK).main([*where, "--rounds", "1", *arguments]) == 0
     header, rows = json.loads((tmp_path / "trial.json").read_text()).values()
     assert header["benchmark"] == module.BENCHMARK.name
     for name, expected in peers_of.items():
@@ -153,7 +159,7 @@ def test_the_commands(
 
 def test_the_stream_command(tmp_path: Path, packages: None) -> None:
     """Packing and a mask plan for every micro-batch; a peer that computes something else, and one without time."""
-    assert bench_stream.BENCHMARK.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert brief(bench_stream.BENCHMARK).main(["--device", "cpu", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "stream-tiny.json").read_text())["rows"]
     assert [row["impl"] for row in rows] == ["dualkv_reference"] * 4 + ["cudnn_flex"] * 4
     assert len({row["packed_tokens"] for row in rows}) == 4
@@ -231,10 +237,20 @@ def test_commit_and_dirtiness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert command.tree_state(None) == ("unknown", True)
 
 
-def test_builds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("in_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_builds_are_compared(
+    in_processes: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The same package twice: a row of four times and ratios for each shape; and what a slower build looks like."""
     names = ["2-groups-of-3x70x1-90-H4-Hk1-d16", "tree-tiny-H4-Hk2-d16"]
     roots = [str(command.ROOT)] * 2
+
+    def run_here(arguments: list[str], env: dict[str, str], check: bool) -> None:
+        assert arguments[1] == bench_kernel.__file__ and env["PYTHONPATH"].split(":")[0] == roots[0] and check
+        assert brief(bench_kernel.BENCHMARK).main(arguments[2:]) == 0
+
+    if not in_processes:
+        monkeypatch.setattr(compare_builds, "subprocess", SimpleNamespace(run=run_here))
     compare_builds.main([*roots, "--processes", "1", "--device", "cpu", "--shape", *names])
     lines = [line.replace("*", "").split() for line in capfd.readouterr().out.splitlines()[-2:]]
     assert [line[0] for line in lines] == names and all(len(line) == 13 for line in lines)

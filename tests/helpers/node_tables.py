@@ -92,9 +92,9 @@ class Tables:
     def dense(self, causal: bool, window: int = -1) -> NDArray[np.uint8]:
         """(q_rows, key_rows + decoded_rows): 1 where a row sees a key."""
         relation = np.zeros((self.q_rows, self.key_rows + self.decoded_rows), np.uint8)
-        q_node, q_row, q_pos = expand(self["q_begin"], self["q_len"], self["q_pos0"])
-        kv_node, kv_row, kv_pos = expand(self["kv_begin"], self["kv_len"], self["kv_pos0"])
-        sees = self.ancestors()[q_node][:, kv_node]
+        q_row, q_pos = expand(self["q_begin"], self["q_len"], self["q_pos0"])
+        kv_row, kv_pos = expand(self["kv_begin"], self["kv_len"], self["kv_pos0"])
+        sees = self.ancestors().repeat(self["kv_len"], 1).repeat(self["q_len"], 0)
         if causal:
             sees &= kv_pos <= q_pos[:, None]
         if window >= 0:
@@ -103,11 +103,11 @@ class Tables:
         return relation
 
 
-def expand(begins: Ints, lengths: Ints, positions: Ints) -> tuple[NDArray[np.int64], NDArray[np.int64], Ints]:
-    """Of each row of all runs its node, its packed row and its logical position."""
+def expand(begins: Ints, lengths: Ints, positions: Ints) -> tuple[Ints, Ints]:
+    """Of each row of all runs its packed row and its logical position."""
     node = np.repeat(np.arange(len(lengths)), lengths)
-    offset = np.arange(len(node)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return node, begins[node] + offset, positions[node] + offset
+    offset = (np.arange(len(node)) - np.repeat(np.cumsum(lengths) - lengths, lengths)).astype(np.int32)
+    return begins[node] + offset, positions[node] + offset
 
 
 def subtree_ends(parents: Sequence[int]) -> list[int]:

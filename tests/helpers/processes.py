@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -58,6 +59,7 @@ def _call(
     assert spec is not None and spec.loader is not None
     sys.modules[module] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[module])
+    gc.freeze()  # collections pass over what was imported, whose memory the ranks share
     torch.set_num_threads(1)
     if group["backend"]:
         torch.distributed.init_process_group(rank=rank, **group)

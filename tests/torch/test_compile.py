@@ -68,7 +68,11 @@ FUNCTIONS: dict[str, tuple[Any, Callable[..., Call], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+# What they show, others show as well.
+ALIKE = {"packed", "tree, dynamic", "reference"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in FUNCTIONS])
 def test_compile_without_a_graph_break(name: str, device: str) -> None:
     """Compiled once and called with several shapes, which make the compiler recompile with symbolic ones."""
     function, make, options = FUNCTIONS[name]

@@ -19,6 +19,13 @@ from torch import nn
 from flash_attn_dualkv import SharedPromptError, pack_shared_prompts
 from flash_attn_dualkv.integrations.transformers.adapters import check_adapters
 
+# Of what changes a layer, and of what is refused, one of each way. All others behind -m slow.
+QUICK = {
+    "LoRA", "LoRA of embedding and head", "LoRA of experts", "LoRA with layer_replication", "LoRA with modules_to_save",
+    "BOFT", "DoRA", "IA3", "LoHa", "OFT", "Trainable tokens", "VeRA",
+    "aLoRA", "Adaption prompt", "LoRA with lora_dropout", "Poly", "Prefix tuning", "PVeRA", "VeLoRA with batch_average",
+    "X-LoRA",
+}  # fmt: skip
 VERSION = tuple(int(part) for part in peft.__version__.split(".")[:2])
 
 
@@ -30,7 +37,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in KINDS])
 def test_exact_or_refused(name: str) -> None:
     """Log-probabilities and the gradients of all trained parameters, in training mode.
 

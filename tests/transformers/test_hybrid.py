@@ -147,7 +147,11 @@ def test_lora(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [*((name, "cpu") for name in KINDS), *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in HYBRIDS)],
+    # Kimi's recurrence in PyTorch takes as long as all others together.
+    [
+        *(pytest.param(name, "cpu", marks=[pytest.mark.slow] * (name == "kimi_linear")) for name in KINDS),
+        *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in HYBRIDS),
+    ],
 )
 def test_16_bit_models(name: str, device: str) -> None:
     """As far from exact as the stock model, gradients too: many responses read one prompt's last inputs and state."""

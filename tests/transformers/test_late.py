@@ -100,6 +100,11 @@ KINDS = [name for name in ("gemma4_text", "llama") if name in transformers.CONFI
 Found = tuple[Tensor, dict[str, Tensor]]
 
 
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Of models whose last layer owns its keys two are quick, without windows and with them."""
+    return [pytest.mark.slow] * (name in _OWNERS and name not in ("llama", "gemma3_text"))
+
+
 def computed(model: Any, batch: PackedBatch, run: Any = None, **options: Any) -> Found:
     """Log-probabilities, and all gradients of a loss of these and entropies."""
     options = dict(temperature=0.7, with_entropy=True, self_check=False) | options
@@ -130,8 +135,15 @@ def check_leaves(model: Any, batch: PackedBatch) -> None:
     check(computed(model, batch), computed(model, batch, drop_unread=False))
 
 
-@pytest.mark.parametrize("options", PACKINGS, ids=str)
-@pytest.mark.parametrize("name", [*SIZES, *_OWNERS])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=marks(name) or [pytest.mark.slow] * (bool(options) and name not in KINDS))
+        for name in (*SIZES, *_OWNERS)
+        for options in PACKINGS
+    ],
+    ids=str,
+)
 def test_prompts_leave(name: str, options: dict[str, Any]) -> None:
     check_leaves(model_of(name), SAMPLES.pack(**options))
 
@@ -152,7 +164,7 @@ def test_a_single_row_leaves_and_comes_between(name: str, monkeypatch: pytest.Mo
         check_leaves(model, batch)
 
 
-@pytest.mark.parametrize("name", [*SIZES, *_OWNERS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in (*SIZES, *_OWNERS)])
 def test_equals_replicated_prompts(name: str) -> None:
     model = model_of(name)
     twin = stock_twin(model, FAMILIES[name].stock if name in FAMILIES else "sdpa")
@@ -202,7 +214,7 @@ def test_lora(name: str) -> None:
     check(computed(model, batch, wrapped), computed(model, batch, wrapped, drop_unread=False))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param("gemma4_text", marks=pytest.mark.slow), "llama"])
 def test_compiled_layers(name: str) -> None:
     """The first of those that rows do not reach, and the last, traced with their hooks."""
     model, batch = model_of(name), SAMPLES.pack()

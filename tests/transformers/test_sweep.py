@@ -23,13 +23,28 @@ MODELS = [
 ]
 # Beside every causal LM.
 USED = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "mistral3", "llava")
+# One of each way to be exact, and one of each reason to be refused. All others behind -m slow.
+QUICK = {
+    "bert", "biogpt", "codegen", "ctrl", "dbrx", "deepseek_v2", "diffllama", "falcon_h1", "gemma3n_text", "gemma4_text",
+    "gpt2", "gpt_bigcode", "gpt_oss", "jetmoe", "kimi_linear", "llama", "longcat_flash", "modernbert-decoder", "phimoe",
+    "qwen3_5_text", "zamba2",
+    "bart", "big_bird", "bloom", "deepseek_v32", "deepseek_v4", "doge", "falcon", "gpt_neo", "jamba", "llama4_text",
+    "mamba", "minimax_m3_vl_text", "opt", "recurrent_gemma", "roberta", "rwkv", "xglm", "xlnet", "zaya",
+    "gemma3", "idefics", "kosmos-2", "llava", "mllama", "molmo2", "qwen2_5_vl", "qwen3_5", "udop",
+}  # fmt: skip
+
+
+def sweep(models: list[tuple[str, Callable[[str], Any], str]]) -> Any:
+    marks = {False: [pytest.mark.slow], True: []}
+    params = [pytest.param(*one, marks=marks[one[2] in QUICK], id=f"{one[0]}-{one[2]}") for one in models]
+    return pytest.mark.parametrize(("title", "make", "name"), params)
 
 
 def must_be_exact(title: str, name: str) -> bool:
     return VERSION >= (5, 24) and name in EXACT[title]
 
 
-@pytest.mark.parametrize(("title", "make", "name"), MODELS, ids=[f"{title}-{name}" for title, _, name in MODELS])
+@sweep(MODELS)
 def test_exact_or_refused(title: str, make: Callable[[str], Any], name: str) -> None:
     """Log-probabilities of text and the gradients of all parameters, in training mode."""
     verdict = model_verdict(make, name)
@@ -40,7 +55,7 @@ def test_exact_or_refused(title: str, make: Callable[[str], Any], name: str) -> 
         pytest.skip(f"the stock model cannot run on text: {verdict.reason}")
 
 
-@pytest.mark.parametrize(("title", "make", "name"), [one for one in MODELS if one[1] is any_model or one[2] in USED])
+@sweep([one for one in MODELS if one[1] is any_model or one[2] in USED])
 def test_without_a_layout_as_stock(title: str, make: Callable[[str], Any], name: str) -> None:
     """Also of models that are refused with one: where a name that is not transformers' own changes them, an error."""
     ids = torch.tensor([SAMPLES.prompts[0], SAMPLES.prompts[0][::-1]])

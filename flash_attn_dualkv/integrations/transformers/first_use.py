@@ -36,6 +36,7 @@ _Error = Callable[[], SharedPromptError]
 _errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Error | None]] = weakref.WeakKeyDictionary()
 
 
+@torch.compiler.disable
 def check_first_use(
     stock: Any, device: torch.device, *, model: nn.Module | None = None, self_check: bool = True
 ) -> None:
