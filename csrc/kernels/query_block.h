@@ -14,18 +14,18 @@ struct QueryBlock {
   int head;  // first head of the tile
   int kv_head;
 
-  // Whether block `index` has work. The raster order is head by head (or pack by pack), all items
-  // of one and then of the next: blocks that run together read the same K and V.
+  // Whether block `index` has work.
   static __device__ __forceinline__ bool exists(int index, int items, const ProblemShape& shape, int heads) {
     return items > 0 && index / items * heads < shape.num_heads;
   }
 
   __device__ __forceinline__ void load(int index, int items, const WorkList<ForwardItem>& work, const NodeTable& nodes,
                                        const ProblemShape& shape, QueryTiling tiling) {
-    const ForwardItem item = work.items[index % items];
+    const QueryPlace place = query_place(index, items, shape.num_heads / tiling.heads, shape.num_sms);
+    const ForwardItem item = work.items[place.item];
     node = nodes.node(item.node);
     q_tile = query_tile(node, item.m_block, tiling.queries);
-    head = index / items * tiling.heads;
+    head = place.group * tiling.heads;
     kv_head = head / shape.heads_per_group();
   }
 
@@ -44,8 +44,9 @@ struct SiblingBlock {
 
   __device__ __forceinline__ void load(int index, int items, const WorkList<ForwardItem>& work, const NodeTable& nodes,
                                        const ProblemShape& shape, QueryTiling tiling) {
-    const int head = index / items * tiling.heads;
-    tile.load(work.items[index % items], nodes, tiling, head);
+    const QueryPlace place = query_place(index, items, shape.num_heads / tiling.heads, shape.num_sms);
+    const int head = place.group * tiling.heads;
+    tile.load(work.items[place.item], nodes, tiling, head);
     kv_head = head / shape.heads_per_group();
   }
 

@@ -187,6 +187,14 @@ int build_forward(const Problem* p, int slice_queries, int least_tiles, ForwardI
   return counters[1] == 0 ? counters[0] : -1;
 }
 
+// Item and head, or pack of heads, of each block.
+void place_queries(int items, int groups, int num_sms, int (*places)[2]) {
+  for (int block = 0; block < items * groups; ++block) {
+    const QueryPlace place = query_place(block, items, groups, num_sms);
+    places[block][0] = place.item, places[block][1] = place.group;
+  }
+}
+
 // Adds to `rows` how many slices have each row of the queries. Returns how many slices meet other
 // tiles than in a tile of their node alone; one walk takes all items, as that of a persistent block
 // does.

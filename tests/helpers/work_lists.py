@@ -110,3 +110,10 @@ def forward_list(shim: ctypes.CDLL, problem: Problem, slice_queries: int = 0, le
     count = shim.build_forward(ctypes.byref(problem), slice_queries, least_tiles, *pointers(*arrays))
     assert (arrays[0][most:] == UNTOUCHED).all()
     return Forward(*(array[:count] for array in arrays))
+
+
+def query_places(shim: ctypes.CDLL, items: int, groups: int, num_sms: int) -> Ints:
+    """(items x groups, 2): item and head, or pack of heads, of each block of a forward's grid."""
+    places = np.full((items * groups, 2), UNTOUCHED, np.int32)
+    shim.place_queries(items, groups, num_sms, *pointers(places))
+    return places

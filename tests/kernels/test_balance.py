@@ -15,7 +15,7 @@ import pytest
 from geometry import shim_fixture
 from node_tables import Tables, comb, joined, packed_prompts, random_parents, tree_tables
 from shapes import TREES
-from work_lists import backward_list, forward_list
+from work_lists import backward_list, forward_list, query_places
 
 shim = shim_fixture("work_list")
 
@@ -48,6 +48,7 @@ SHAPES = {
     "all": forest(BALANCED, COMB, CHAIN, packed_prompts([1000], [[64] * 300])),
     "28 x 4K x 2K": packed_prompts([4096], [[2048] * 28]),
     "32 x 5059": packed_prompts([5059], [[*range(131, 2048, 60)]]),
+    "16K": packed_prompts([16384], [[]]),
 }
 
 
@@ -69,10 +70,24 @@ def test_backward_blocks_end_together(shim: ctypes.CDLL, shape: str, kv_heads: i
     assert idle_share(costs[made.blocks[:, 0]].tolist()) < most
 
 
+@pytest.mark.parametrize(("heads", "pack", "most"), [(32, 4, 0.01), (32, 1, 0.015), (8, 4, 0.1)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_forward_blocks_end_together(shim: ctypes.CDLL, shape: str) -> None:
+def test_forward_blocks_end_together(shim: ctypes.CDLL, shape: str, heads: int, pack: int, most: float) -> None:
     """In the order of the keys that they see, although each node of a path costs up to a tile more."""
-    pack, beside_steps = 4, 2
+    beside_steps = 2
     made = forward_list(shim, SHAPES[shape].problem(True, (192 // pack, 80)))
     assert made.tiles.max() <= 1.3 * made.costs.max()
-    assert idle_share((made.tiles + beside_steps).tolist() * (HEADS // pack)) < MOST_IDLE
+    places = query_places(shim, len(made.items), heads // pack, NUM_SMS)
+    assert idle_share((made.tiles + beside_steps)[places[:, 0]].tolist()) < most
+
+
+@pytest.mark.parametrize("items", [1, 2, 86, 132, 700, 2000])
+@pytest.mark.parametrize("groups", [1, 3, 8, 40])
+@pytest.mark.parametrize("num_sms", [1, 4, NUM_SMS])
+def test_heads_take_turns_at_the_end(shim: ctypes.CDLL, items: int, groups: int, num_sms: int) -> None:
+    """Every item of every head has one block; heads come one after the other, and the last ones item by item."""
+    places = query_places(shim, items, groups, num_sms)
+    turns = min(groups, 8, -(-8 * num_sms // items))
+    alone = [(item, group) for group in range(groups - turns) for item in range(items)]
+    together = [(item, group) for item in range(items) for group in range(groups - turns, groups)]
+    assert list(map(tuple, places.tolist())) == alone + together
