@@ -60,7 +60,7 @@ struct ForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 128, 2> {};
 template <>
 struct ForwardConfig<128, 128> : ForwardTiles<128, 128, 3, 80> {};
 template <>
-struct ForwardConfig<192, 128> : ForwardTiles<192, 128, 2, 128> {};
+struct ForwardConfig<192, 128> : ForwardTiles<192, 128, 3, 80> {};
 template <>
 struct ForwardConfig<192, 192> : ForwardTiles<192, 192, 2, 96> {};
 template <>
