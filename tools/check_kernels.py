@@ -24,8 +24,8 @@ from build_plan import DEFAULT_ARCHS
 from extension import kernel_steps
 from toolchain import BuildError, KernelSource, find_nvcc, parallel_jobs, run_parallel
 
-# What stands in "source: kernel for arch". These bytes are outside of main loops; only the portable forward at d = 128
-# reads six words once an iteration, before a barrier.
+# What stands in "source: kernel for arch". These bytes are outside of main loops; only the portable
+# forward at d = 128 reads six words once an iteration, before a barrier.
 ALLOWED_BYTES = {
     "dualkv_convert_sm": 8,
     "d192: dualkv_convert_sm80": 16,

@@ -190,7 +190,8 @@ MISTAKES = {
     'shared_prompt_forward(torch.nn.Linear(1, 1), step, with_entropy="no")': "call-overload",
     'build_info()["version_of_it"]': "typeddict-item",
 }
-# transformers is not typed as a whole, and would take mypy half a minute; the compilers of torch as long as all else.
+# transformers is not typed as a whole, and would take mypy half a minute; the compilers of torch as
+# long as all else.
 CONFIG = """\
 [mypy]
 strict = True
