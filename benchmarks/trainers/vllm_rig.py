@@ -193,13 +193,17 @@ def set_weights(model: torch.nn.Module, seed: int = 0) -> None:
     """
     weights = dict(model.named_parameters())
     has_head = any("lm_head" in name for name in weights)
+    # Logits have a standard deviation of 3. Embeddings that are the head, too, have less where the
+    # model multiplies them by a normalizer: with 3, a token of Gemma-2 followed itself for certain.
+    is_scaled = any("normalizer" in name for name, _ in model.named_buffers())
+    of_head = 0.6 if is_scaled and not has_head else 3.0
     for name, one in weights.items():
         draw = torch.Generator(one.device).manual_seed(seed + sum(name.encode()))
         if one.dim() > 1:
-            # Logits have a standard deviation of 3, also where embeddings are the head: with 1 for
-            # these, a token was followed by itself with a probability of 1.
+            # Embeddings that are the head are as small as one: with a standard deviation of 1, a
+            # token was followed by itself with a probability of 1.
             is_head = "lm_head" in name or ("embed_tokens" in name and not has_head)
-            width = 1.0 if "embed_tokens" in name and has_head else (3.0 if is_head else 1.0) / one.shape[-1] ** 0.5
+            width = 1.0 if "embed_tokens" in name and has_head else (of_head if is_head else 1.0) / one.shape[-1] ** 0.5
             one.normal_(0.0, width, generator=draw)
         elif name.endswith("bias"):
             one.normal_(0.0, 0.1, generator=draw)

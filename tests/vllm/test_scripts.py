@@ -105,7 +105,7 @@ def test_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     engines = Engines({"found": {"together": SAMPLED}, "about": {"steps": {"decode": 1}}}, "no engine")
     monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
     assert check_vllm.check_features(1.0) and engines.count == 9
-    assert "two GPUs: left out, there is one" in capsys.readouterr().out
+    assert "two GPUs: left out: takes two GPUs, and there is one" in capsys.readouterr().out
 
 
 def test_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -159,12 +159,15 @@ def test_certain_tokens_are_refused() -> None:
     vllm_rig.refuse_certain(-2.0)
 
 
-def test_comparison_of_samples() -> None:
+def test_differences() -> None:
+    """Differences count up to the first token that one of all has sampled otherwise; without any, nothing fits."""
     one = {"tokens": [[1, 2, 3], [4, 5, 6]], "logprobs": [[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]]}
-    other = {"tokens": [[1, 2, 3], [4, 7, 6]], "logprobs": [[-1.0, -2.5, -3.0], [-1.25, -9.0, -9.0]]}
-    tokens, all_tokens, mean, largest = check_vllm.differences(one, other)
-    assert (tokens, all_tokens, largest) == (5, 6, 0.5) and mean == pytest.approx(0.15)
-    assert check_vllm.differences(one, one) == (6, 6, 0.0, 0.0)
+    near = {"tokens": [[1, 2, 3], [4, 9, 6]], "logprobs": [[-1.25, -2.0, -4.0], [-1.0, -9.0, -9.0]]}
+    third = {"tokens": [[1, 2, 9], [9, 5, 6]], "logprobs": [[0.0] * 3] * 2}
+    assert check_vllm.differences(one, near) == (4, 1.25 / 4, 1.0)
+    assert check_vllm.differences(one, near, third) == (2, 0.125, 0.25)
+    count, *nothing = check_vllm.differences(one, {"tokens": [[7], [7]], "logprobs": [[0.0], [0.0]]})
+    assert count == 0 and not any(value <= 1e9 for value in nothing)
 
 
 def test_where_samples_differ() -> None:
