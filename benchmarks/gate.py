@@ -5,7 +5,8 @@
     python benchmarks/gate.py
     python benchmarks/gate.py --shape 28x16Kx2K tree-comb --rounds 5
 
-A rate is compared as its fraction of the same process's matrix product, so that cards of one kind compare. The recorded
+A rate is compared as its fraction of the same process's matrix product, so that cards of one kind compare: of the
+median over its shapes, because an H100 multiplies at 659 to 722 TFLOP/s beside the shapes of one process. The recorded
 one is the newest in benchmarks/results. Ends with 1 if one is more than 3% below it; to tell a change of 1%, compare
 two builds in alternating processes (compare_builds.py).
 """
@@ -38,14 +39,16 @@ KEYS = ["shape", "direction"]
 
 def rates(files: Iterable[dict[str, Any]]) -> pd.Series:
     """Fractions of this library's kernels by shape and direction: of each the newest."""
-    rows = [
-        {"date": one["header"]["date"], **{name: row.get(name) for name in (*KEYS, "impl", "fraction")}}
-        for one in files
-        for row in one["rows"]
-    ]
-    found = pd.DataFrame(rows, columns=["date", *KEYS, "impl", "fraction"]).dropna(subset="fraction")
-    own = found[found["impl"].isin(("dualkv_sm90", "dualkv_sm80"))].sort_values("date", kind="stable")
-    return own.drop_duplicates(KEYS, keep="last").set_index(KEYS)["fraction"].astype(float)
+    columns = [*KEYS, "impl", "tflops", "matmul_tflops"]
+    tables = [pd.DataFrame(columns=[*columns, "date", "fraction"], dtype=object)]
+    for one in files:
+        rows = pd.DataFrame(one["rows"]).reindex(columns=columns)
+        product = rows.drop_duplicates("shape")["matmul_tflops"].median()
+        tables.append(rows.assign(date=one["header"]["date"], fraction=rows["tflops"] / product))
+    found = pd.concat(tables)
+    own = found[found["impl"].isin(("dualkv_sm90", "dualkv_sm80"))].dropna(subset="fraction")
+    newest = own.sort_values("date", kind="stable").drop_duplicates(KEYS, keep="last")
+    return newest.set_index(KEYS)["fraction"].astype(float)
 
 
 def compared(now: pd.Series, recorded: pd.Series) -> pd.DataFrame:

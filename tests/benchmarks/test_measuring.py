@@ -290,7 +290,12 @@ def test_the_gate_knows_the_newest_rate_and_names_what_is_slower(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def result(date: str, rates: dict[str, float | None], impl: str = "dualkv_sm90") -> dict[str, Any]:
-        rows = [{"shape": one, "direction": "forward", "impl": impl, "fraction": rate} for one, rate in rates.items()]
+        # The product of one shape is read far off, and of a shape that was left out not at all.
+        products = dict.fromkeys([*rates, "more", "and more"], 500.0) | {"d": 900.0, "left out": None}
+        rows = [
+            dict(shape=one, direction="forward", impl=impl, tflops=500 * rate if rate else None, matmul_tflops=product)
+            for (one, product), rate in zip(products.items(), map(rates.get, products))
+        ]
         return {"header": {"date": date}, "rows": rows}
 
     recorded = {
@@ -315,8 +320,10 @@ def test_the_gate_knows_the_newest_rate_and_names_what_is_slower(
         (where / "now.json").write_text(json.dumps(result("2026-04-01", now)))
 
     monkeypatch.setattr(gate.bench_kernel, "BENCHMARK", type("Bench", (), {"main": staticmethod(bench)}))
-    now = {"a": 0.9, "b": 0.777, "c": 0.71, "d": 0.1}
+    now: dict[str, float | None] = {"a": 0.9, "b": 0.777, "c": 0.71, "d": 0.1}
     assert gate.main([]) == 0 and capsys.readouterr().out.endswith("as fast\n")
     now = {"a": 0.87, "b": 0.78, "c": 0.6}
     assert gate.main([]) == 1 and capsys.readouterr().out.endswith("slower: a forward, c forward\n")
     assert all(shapes.parse(one) for one in gate.SHAPES)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card without records")
+    assert gate.main([]) == 0 and "NaN" not in capsys.readouterr().out
