@@ -14,7 +14,10 @@ from tiny_trl import SLOW, check_runs, model_on_disk, shared, train, trainer
 from flash_attn_dualkv import SharedPrefixPlan
 from flash_attn_dualkv.integrations.transformers import decode
 
-pytestmark = pytest.mark.skipif(tiny_models.VERSION < (5, 17), reason="needs transformers 5.17 or newer")
+pytestmark = [
+    pytest.mark.skipif(tiny_models.VERSION < (5, 17), reason="needs transformers 5.17 or newer"),
+    pytest.mark.usefixtures("restored_registry"),
+]
 
 BATCHING = dict(num_blocks=64, max_batch_tokens=128)
 
