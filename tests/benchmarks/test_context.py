@@ -21,6 +21,7 @@ def _run_rank(rank: int, folder: str, results: Any) -> None:
     results[rank] = bench_context.main([*given, "--modes", *bench_context.MODES])
 
 
+@pytest.mark.slow
 def test_a_trial_run(tmp_path: Path) -> None:
     assert run_ranks(_run_rank, 4, str(tmp_path)) == dict.fromkeys(range(4), 0)
     # One rank writes.

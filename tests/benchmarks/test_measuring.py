@@ -98,6 +98,7 @@ def test_a_failure_is_a_row(error: Any, fact: dict[str, Any]) -> None:
     assert all(row["ms"] is row["tflops"] is None and fact.items() <= row.items() for row in rows[2:])
 
 
+@pytest.mark.slow
 def test_budgets_hold() -> None:
     """A million rounds take hours. A busy machine needs more than two seconds for one."""
     for seconds in (2, 8, 32):

@@ -45,7 +45,11 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+# Of each kind one; all others behind -m slow.
+QUICK = {"pack_padded, lengths", "pack_shared_prompts", "pack_prefix_tree", "balance", "from_tree"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in CALLS])
 def test_in_a_compiled_function(name: str) -> None:
     def work(ids: Tensor) -> Any:
         return CALLS[name](ids * 1), ids + 1
@@ -69,6 +73,7 @@ def test_a_whole_graph_says_why_not(name: str) -> None:
     assert REASON in str(raised.value)
 
 
+@pytest.mark.slow
 def test_batches_of_many_shapes() -> None:
     """More than the compiler makes versions of: in a forward called by a compiled trainer, with gradients behind it."""
 
@@ -116,6 +121,7 @@ def test_elsewhere_nothing_changes() -> None:
     assert least_wrapped - least_plain < 1e-6
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_imported_for_packing() -> None:
     """It takes a second or two."""
     code = (

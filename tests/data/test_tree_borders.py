@@ -41,6 +41,7 @@ def test_the_tree_of_prompts_of_one_token(boundary: Any) -> None:
         assert borders_in(again) == borders_in(batch) and again.layout.num_tokens == batch.layout.num_tokens
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     forests(),

@@ -107,6 +107,7 @@ def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
     assert [pack(one, sequences, tree).layout.num_tokens for one in ([0, 1], [2, 3])] == [30, 30]
 
 
+@pytest.mark.slow
 def test_large_trees_are_split_well_and_fast() -> None:
     """A comb of 1,000 turns, and 5,000 leaves below a prompt."""
     comb = [[*range(10 * turn), 20000] for turn in range(1, 1001)]

@@ -116,6 +116,7 @@ def small_trees(count: int, lengths: Iterable[int]) -> Iterator[tuple[tuple[int,
     return itertools.product(itertools.product(lengths, repeat=count), all_forests(count))
 
 
+@pytest.mark.slow
 def test_all_small_trees(shim: ctypes.CDLL) -> None:
     """Of up to 4 nodes one by one; of 5 and 6 many side by side; and some more of 6 and 7."""
     assert [len(list(all_forests(count))) for count in range(1, 7)] == [1, 2, 5, 14, 42, 132]
@@ -304,6 +305,7 @@ def test_hostile_tables_stay_inside_the_tensors(shim: ctypes.CDLL) -> None:
     walk_far_rows(shim)
 
 
+@pytest.mark.slow
 def test_no_undefined_behaviour(tmp_path: Path) -> None:
     """Honest, hostile and huge tables under the undefined-behaviour sanitizer."""
     try:

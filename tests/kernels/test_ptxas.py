@@ -82,6 +82,7 @@ __global__ void __launch_bounds__(512, 2) kernel(float* out, const float* in, in
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "problems"), [(16, 0), (96, 2)])
 def test_a_real_kernel_that_spills_fails_the_check(count, problems, tmp_path, capsys):
     """For each of both architectures."""

@@ -215,6 +215,7 @@ def test_a_tile_of_queries_that_is_visited_twice(shim: ctypes.CDLL) -> None:
     assert behind == [False, True, True, False, True, True] and in_front == [False] * 4 + [True] * 2
 
 
+@pytest.mark.slow
 def test_the_order_in_which_dq_is_added(shim: ctypes.CDLL) -> None:
     rng = np.random.default_rng(11)
     split = whole = 0

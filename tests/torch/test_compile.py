@@ -136,7 +136,8 @@ def test_compile_keeps_the_deterministic_argument(make: Callable[..., Call]) -> 
     assert flags == [True]
 
 
-@pytest.mark.parametrize("make", [separate, pytest.param(tree, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [separate, tree])
 def test_compiled_autograd(make: Callable[..., Call], device: str) -> None:
     """A compiler for the backward alone meets the node of an eager forward, with one tensor of keys and with two."""
     call = make([(2, [1])], device)  # on the CPU it traces into the reference, tile by tile

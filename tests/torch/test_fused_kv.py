@@ -112,6 +112,7 @@ def test_fused_scores_depend_on_distance_alone() -> None:
     assert (score(wrong, 17, 5) - score(wrong, 1017, 1005)).abs().max() > 0.01
 
 
+@pytest.mark.slow
 @kinds
 def test_it_learns(kind: str) -> None:
     torch.manual_seed(0)

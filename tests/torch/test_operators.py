@@ -95,7 +95,7 @@ def test_operators_with_two_tensors_of_keys_pass_opcheck(groups: Sequence[Group]
     check_operators([*batch.inputs, None], nodes_of(batch), batch.dout)
 
 
-@pytest.mark.parametrize("make", [packed, packed_with_sinks, tree])
+@pytest.mark.parametrize("make", [pytest.param(packed, marks=pytest.mark.slow), packed_with_sinks, tree])
 def test_operators_with_one_tensor_of_keys_pass_opcheck(make: Callable[..., Call], device: str) -> None:
     call = make(device=device)
     q, k, v, *sinks = call.tensors
@@ -103,7 +103,15 @@ def test_operators_with_one_tensor_of_keys_pass_opcheck(make: Callable[..., Call
     check_operators([q, k, v, None, None, sinks[0] if sinks else None], nodes, call.dout)
 
 
-@pytest.mark.parametrize("variant", [(True, 3, -1, 2.0), (False, 2, 1, 0.0), (False, -1, -1, 1.5)], ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param((True, 3, -1, 2.0), marks=pytest.mark.slow),
+        (False, 2, 1, 0.0),
+        pytest.param((False, -1, -1, 1.5), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_gradcheck_of_everything_that_the_operators_offer(variant: tuple[Any, ...]) -> None:
     """Output and LSE: windows on either side, softcaps, sinks, values of another width, and a tree in two storages."""
     rows = [[0, 2, 0, 0, 2, 0, -1, 4], [2, 0, 2, 2, 1, 2, 0, 3], [2, 3, 2, 4, 2, 3, 1, 3], [5, 2, 2, 3, 1, 2, 0, 4]]

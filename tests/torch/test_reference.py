@@ -61,6 +61,7 @@ def test_random_groups_against_dense_attention(seeds: range) -> None:
         check_against_dense(*random_batch(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [(64, 16, 1), (300, 5, 2000), (1, 1, 1)], ids=str)
 def test_any_block_size(bounds: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of keys, of queries and of heads that begin and end anywhere."""

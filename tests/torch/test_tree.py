@@ -102,6 +102,7 @@ def test_the_mean_of_keys_reaches_the_operators() -> None:
     assert all(one.equal(outs[0]) for one in outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "typical", "most"), [(torch.bfloat16, 3e-3, 1e-2), (torch.float16, 4e-4, 1.2e-3)])
 def test_how_accurate_the_gradient_of_sinks_is(dtype: torch.dtype, typical: float, most: float) -> None:
     """Its error beside the root of the sum of the squares of what each row adds, as docs/limits.md says."""

@@ -102,6 +102,7 @@ def bits(mask: Tensor) -> Tensor:
     return (padded.long() << torch.arange(64)).sum(-1)[None]
 
 
+@pytest.mark.slow
 @HYPOTHESIS
 @given(layouts(shuffled=False), st.integers(0, 3), st.sampled_from([1, 40]))
 def test_areal(tree: Trees, pad: int, factor: int) -> None:

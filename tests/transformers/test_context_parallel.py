@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import re
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,6 @@ from flash_attn_dualkv.integrations.divided import DividedLayout
 from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 from flash_attn_dualkv.packed_attention import checked_tensors, packed_options
 
-RANKS = (2, 4, 8)
 WRAPPERS = ["ddp", "fsdp1", "fsdp2"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Sinks and windows; softcaps; values of another width.
@@ -200,11 +200,11 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
     for name in MODELS if ranks < 8 else ["qwen3"]:
-        results[ranks, rank, "model", name] = model_step(name, lambda one: ContextLayout.of(one, group, tile=1))
+        results[rank, "model", name] = model_step(name, lambda one: ContextLayout.of(one, group, tile=1))
     for name, case in CASES.items():
         for cut, options in CUTS.items():
             layout = ContextLayout.of(case.layout, group, head_groups=case.head_groups, **options)
-            results[ranks, rank, name, cut] = [layout.row_index, *run_case(case, layout)]
+            results[rank, name, cut] = [layout.row_index, *run_case(case, layout)]
     if ranks == 4:
         for rows_first in (False, True):
             for name in ("tree", "window, sinks, softcap"):
@@ -317,18 +317,18 @@ def message(call: Any) -> str:
     return "no error"
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[Any, Any]:
-    """What all ranks have found, by the number of ranks and the rank."""
-    return {key: one for ranks in RANKS for key, one in run_ranks(_run_rank, ranks, ranks).items()}
+@cache
+def found(ranks: int) -> dict[Any, Any]:
+    """What so many ranks have found, by the rank."""
+    return run_ranks(_run_rank, ranks, ranks)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("cut", CUTS)
-def test_attention(cut: str, name: str, ranks: int, found: dict[Any, Any]) -> None:
+def test_attention(cut: str, name: str, ranks: int) -> None:
     case = CASES[name]
-    rows, parts = case.layout.num_tokens, [found[ranks, rank, name, cut] for rank in range(ranks)]
+    rows, parts = case.layout.num_tokens, [found(ranks)[rank, name, cut] for rank in range(ranks)]
     assert len({len(index) for index, *_ in parts}) == 1
     for number, (kind, one) in enumerate(zip(("out", "lse", "dq", "dk", "dv"), expected(case)), start=1):
         dim = int(kind == "lse")
@@ -349,26 +349,29 @@ def test_attention(cut: str, name: str, ranks: int, found: dict[Any, Any]) -> No
 @pytest.mark.parametrize("rows_first", [False, True])
 @pytest.mark.parametrize("name", ["tree", "window, sinks, softcap"])
 @pytest.mark.parametrize("rank", range(4))
-def test_with_ulysses(rank: int, name: str, rows_first: bool, found: dict[Any, Any]) -> None:
+def test_with_ulysses(rank: int, name: str, rows_first: bool) -> None:
     out, _, *wanted = expected(CASES[name], with_lse=False)
-    for one, other in zip(found[rank, "crossed", rows_first, name], [out, *wanted], strict=True):
+    for one, other in zip(found(4)[rank, "crossed", rows_first, name], [out, *wanted], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in MODELS for ranks in (2, 4)] + [("qwen3", 8)])
-def test_models(name: str, ranks: int, found: dict[Any, Any]) -> None:
-    check_model(name, [found[ranks, rank, "model", name] for rank in range(ranks)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, ranks) for name in MODELS for ranks in (2, 4)), pytest.param("qwen3", 8, marks=pytest.mark.slow)],
+)
+def test_models(name: str, ranks: int) -> None:
+    check_model(name, [found(ranks)[rank, "model", name] for rank in range(ranks)])
 
 
 @pytest.mark.parametrize("name", CROSSED_MODELS)
-def test_models_with_ulysses(name: str, found: dict[Any, Any]) -> None:
-    check_model(name, [found[rank, "crossed", name] for rank in range(4)])
+def test_models_with_ulysses(name: str) -> None:
+    check_model(name, [found(4)[rank, "crossed", name] for rank in range(4)])
 
 
 @pytest.mark.parametrize("name", CROSSED_MODELS)
 @pytest.mark.parametrize("ranks", [(0, 1), (2, 3)])
-def test_models_on_ulysses_alone(ranks: tuple[int, int], name: str, found: dict[Any, Any]) -> None:
-    check_model(name, [found[rank, "ulysses", name] for rank in ranks])
+def test_models_on_ulysses_alone(ranks: tuple[int, int], name: str) -> None:
+    check_model(name, [found(4)[rank, "ulysses", name] for rank in ranks])
 
 
 def check_model(name: str, parts: list[Any]) -> None:
@@ -384,8 +387,8 @@ def check_model(name: str, parts: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_the_page(rank: int, found: dict[Any, Any]) -> None:
-    (loss, wanted), *others = found[rank, "page"]
+def test_the_page(rank: int) -> None:
+    (loss, wanted), *others = found(2)[rank, "page"]
     assert len(others) == 3
     for other, got in others:
         check_equal(other, loss, 1e-6)
@@ -394,11 +397,11 @@ def test_the_page(rank: int, found: dict[Any, Any]) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("rank", range(2))
-def test_wrappers(rank: int, wrapper: str, found: dict[Any, Any]) -> None:
+def test_wrappers(rank: int, wrapper: str) -> None:
     model = ranks_of_models.CPU.model(0, torch.float32)
     logps, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
     logps.sum().backward()
-    got, all_gradients = found[rank, wrapper]
+    got, all_gradients = found(2)[rank, wrapper]
     check_equal(got, logps.detach(), 4e-6)
     check_gradients(all_gradients, gradients(model), 1e-5)
 
@@ -418,15 +421,15 @@ def test_a_layout_without_a_group_is_pickled() -> None:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_errors(rank: int, found: dict[Any, Any]) -> None:
-    for error, wanted in zip(found[rank, "errors"], MESSAGES, strict=True):
+def test_errors(rank: int) -> None:
+    for error, wanted in zip(found(2)[rank, "errors"], MESSAGES, strict=True):
         assert re.match(wanted, error), error
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_rows(rank: int, found: dict[Any, Any]) -> None:
-    assert found[rank, "group"]
-    whole, own, gradient = found[rank, "gathered"]
+def test_rows(rank: int) -> None:
+    assert found(2)[rank, "group"]
+    whole, own, gradient = found(2)[rank, "gathered"]
     assert torch.equal(whole, torch.arange(len(whole), dtype=torch.float64))
     assert torch.equal(gradient, 2 * own)
 

@@ -29,9 +29,8 @@ pytestmark = pytest.mark.skipif(VERSION < (5, 17), reason="needs transformers 5.
 FULL = dict(layer_types=["full_attention"] * 2)
 # With sinks, with a softcap, and with windows, in some layers or all, for which transformers 5.17
 # has no block tables.
-MODELS = [
-    ("llama", {}), ("qwen3", {}), ("gemma2", FULL), ("gpt_oss", FULL), ("gemma2", {}), ("gpt_oss", {}), ("mistral", {}),
-]  # fmt: skip
+MODELS = [("llama", {}), ("gemma2", FULL), ("gpt_oss", {})]
+MORE_MODELS = [("qwen3", {}), ("gpt_oss", FULL), ("gemma2", {}), ("mistral", {})]  # behind -m slow
 PAGE = 16
 
 
@@ -100,7 +99,9 @@ def stock_model(name: str, **options: Any) -> Any:
     return tiny_model(name, dtype=torch.float32, attention=FAMILIES[name].stock, **options)
 
 
-@pytest.mark.parametrize(("name", "options"), MODELS)
+@pytest.mark.parametrize(
+    ("name", "options"), [*MODELS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_MODELS)]
+)
 def test_tokens(name, options, steps, request):
     """Those of generate(), and of stock continuous batching but for softcaps, which it drops."""
     model = stock_model(name, **options)
@@ -239,6 +240,7 @@ def test_layers_beside_windows_share_pages(returns, steps, request):
     assert {*steps["lengths"][last[True]]} == {window} and max(steps["lengths"][last[False]]) > len(PROMPTS[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(VERSION < (5, 18), reason="block tables beside windows")
 def test_kept_managers_follow_the_weights_beside_windows(registered):
     """A prompt is computed anew, and must not get the pages that it had before a step of training."""
@@ -373,7 +375,7 @@ def test_evicted_requests(steps, request):
     assert {cut for one in steps["boundaries"] for cut in one} == {39, 38, 37, 36}
 
 
-@pytest.mark.parametrize("attention", ["dualkv", "sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["dualkv", pytest.param("sdpa", marks=pytest.mark.slow), "eager"])
 def test_attention_of_the_model(attention, registered, steps):
     """Whatever it is, the model decodes here and has it afterwards, under a manager of its own too."""
     model = tiny_model("llama", dtype=torch.float32, attention=attention)
@@ -414,6 +416,7 @@ def test_unregister(steps):
     assert generate(stock_model("llama"), PROMPTS[:1]) and not steps["layers"]
 
 
+@pytest.mark.slow
 def test_kept_managers_are_of_their_attention(registered):
     """Stock attention does not read the block tables of this one's, which has no masks: neither takes the other's."""
     model = stock_model("llama")
@@ -533,6 +536,7 @@ def test_on_a_gpu(name, options, graphs, steps, registered):
     assert sum(same) >= 0.8 * len(same)
 
 
+@pytest.mark.slow
 def test_divided_walks(steps, request, monkeypatch):
     """Plans are of the kind that was asked for, and requests get the same tokens."""
     model = stock_model("llama")

@@ -132,7 +132,7 @@ def test_a_module_that_its_first_forward_initialises(made_in_inference_mode):
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOOKERS)
 def test_modules_that_look_at_their_row_are_refused(name, dtype, is_trained):
     """Before the first step too, when the weight behind them is zero and outputs are right but gradients are not."""
@@ -162,7 +162,7 @@ def test_a_module_that_cannot_take_a_packed_row():
         forward(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_never_refused(name, dtype):
     """Rounding flips routes: with near ties in every layer, packed and alone differ by far more than by rounding."""

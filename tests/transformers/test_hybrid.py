@@ -147,9 +147,8 @@ def test_lora(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    # Kimi's recurrence in PyTorch takes as long as all others together.
     [
-        *(pytest.param(name, "cpu", marks=[pytest.mark.slow] * (name == "kimi_linear")) for name in KINDS),
+        *(pytest.param(name, "cpu", marks=[pytest.mark.slow] * (name != KINDS[0])) for name in KINDS),
         *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in HYBRIDS),
     ],
 )
@@ -165,6 +164,7 @@ def test_16_bit_models(name: str, device: str) -> None:
     assert not {what: ratio for what, ratio in error_ratios(got, stock, exact).items() if not ratio <= 1.5}
 
 
+@pytest.mark.slow
 def test_compiled_layers() -> None:
     """What mixes the tokens is left out of the graph; all else is compiled."""
     model = hybrid_model(KINDS[0], torch.float32)

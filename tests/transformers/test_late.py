@@ -214,7 +214,8 @@ def test_lora(name: str) -> None:
     check(computed(model, batch, wrapped), computed(model, batch, wrapped, drop_unread=False))
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma4_text", marks=pytest.mark.slow), "llama"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4_text", "llama"])
 def test_compiled_layers(name: str) -> None:
     """The first of those that rows do not reach, and the last, traced with their hooks."""
     model, batch = model_of(name), SAMPLES.pack()
@@ -277,6 +278,7 @@ def _run_rank(rank: int, results: Any) -> None:
         results[rank, name, wrapper] = logps.detach(), rows, ranks.whole_gradients(wrapped, model)
 
 
+@pytest.mark.slow
 def test_wrapped_models() -> None:
     """Log-probabilities of each rank's own samples, and the mean of the ranks' gradients."""
     found = run_ranks(_run_rank, 2)

@@ -249,6 +249,7 @@ def test_recomputation(reentrant, guarded):
     assert all(one.grad is not None for one in model.model.parameters())
 
 
+@pytest.mark.slow
 def test_compiled_model():
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1)
     torch._dynamo.reset()
