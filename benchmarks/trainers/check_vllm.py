@@ -181,7 +181,7 @@ def start(engines: list[tuple[str, dict[str, Any]]], kind: str, limit: float) ->
     return side_by_side([partial(one, *engine) for engine in engines], width)
 
 
-def differences(one: Sampled, *others: Sampled) -> tuple[int, float, float]:
+def differences(one: Sampled, other: Sampled, *more: Sampled) -> tuple[int, float, float]:
     """Tokens that all of them share before the first that differs, and how much the first two differ there.
 
     Returns:
@@ -189,10 +189,9 @@ def differences(one: Sampled, *others: Sampled) -> tuple[int, float, float]:
         none.
     """
     gaps = []
-    for tokens, left, right in zip(
-        zip(one["tokens"], *(other["tokens"] for other in others)), one["logprobs"], others[0]["logprobs"]
-    ):
-        same = itertools.takewhile(lambda place: len(set(place[0])) == 1, zip(zip(*tokens), left, right))
+    tokens = zip(*(found["tokens"] for found in (one, other, *more)))
+    for requests, left, right in zip(tokens, one["logprobs"], other["logprobs"]):
+        same = itertools.takewhile(lambda place: len(set(place[0])) == 1, zip(zip(*requests), left, right))
         gaps += [abs(a - b) for _, a, b in same]
     return (len(gaps), statistics.fmean(gaps), max(gaps)) if gaps else (0, math.nan, math.nan)
 
