@@ -120,7 +120,8 @@ class Tree:
 
         The end of all that it says is in `output`.
         """
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
+        # Slow tests are asked, too: some mutants are noticed by no other.
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", tests]
         command += ["--noconftest"] if tests in COMPILED_FOR_THE_HOST else []  # these need no torch
         command += ["-k", select] if select else []
         try:
