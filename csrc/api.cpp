@@ -11,6 +11,7 @@
 #include "decode_memory.h"
 #include "kernels/decode_combine.h"
 #include "kernels/scores.h"
+#include "kernels/sink_gradient.h"
 #include "work_lists.h"
 
 namespace dualkv {
@@ -97,6 +98,7 @@ struct Backward {
                    problem.stream);
     count_launch("dualkv_convert");
     if (dq_list) launch_dq<T>(tensors);
+    if (tensors.dsinks) launch_dsinks(tensors);
   }
 
  private:
@@ -116,6 +118,13 @@ struct Backward {
          list.statistics, view_of<T>(tensors.dq), plan.dq.pack},
         problem.stream);
     count_launch(dq_name(plan));
+  }
+
+  void launch_dsinks(const DualkvBackward& tensors) {
+    const ProblemShape& shape = problem.shape;
+    sink_gradient({shape.num_heads, shape.q_rows, list.statistics, tensors.lse, tensors.sinks, tensors.dsinks},
+                  problem.stream);
+    count_launch("dualkv_sink_gradient");
   }
 };
 

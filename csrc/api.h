@@ -50,6 +50,8 @@ typedef struct {
   const float* lse;   // (heads, rows)
   const float* dlse;  // the same, or null
   DualkvTensor dq, dk, dv, dk_decoded, dv_decoded;  // contiguous
+  const float* sinks;  // (heads), where their gradient is wanted
+  float* dsinks;       // the same, or null
 } DualkvBackward;
 
 // Bytes of scratch of a call; contents need not outlive it.

@@ -170,9 +170,9 @@ bool forward(py::handle given, py::handle copy, py::handle allocate, py::handle 
   return true;
 }
 
-// `gradients`: of the inputs that there are.
+// `gradients`: of the inputs that there are. `sinks`, `dsinks`: both None where nobody asks.
 bool backward(py::handle given, py::handle copy, py::handle allocate, py::handle dout, py::handle out, py::handle lse,
-              py::handle dlse, const py::list& gradients) {
+              py::handle dlse, const py::list& gradients, py::handle sinks, py::handle dsinks) {
   Launch launch(given, copy);
   const DualkvCall& call = launch.call;
   if (launch.is_empty()) return false;
@@ -182,7 +182,8 @@ bool backward(py::handle given, py::handle copy, py::handle allocate, py::handle
   };
   const DualkvBackward tensors{launch.reader.read(dout), launch.reader.read(out), pointer<const float>(address_of(lse)),
                                pointer<const float>(address_of(dlse)), like(call.q, 0), like(call.k, 1),
-                               like(call.v, 2), like(call.k_decoded, 3), like(call.v_decoded, 4)};
+                               like(call.v, 2), like(call.k_decoded, 3), like(call.v_decoded, 4),
+                               pointer<const float>(address_of(sinks)), pointer<float>(address_of(dsinks))};
   check(library.backward(&call, &tensors, launch.scratch(library.backward_scratch, allocate)));
   return true;
 }

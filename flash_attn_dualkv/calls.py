@@ -85,8 +85,8 @@ class ForwardCall(NamedTuple):
 class BackwardCall(NamedTuple):
     """A call of `backward`: dout (total_q, H, d_v), dlse (H, total_q) or None, and the forward.
 
-    The sinks are in the LSE, by which P = exp(S - LSE) is computed, and their gradient needs no
-    kernel.
+    sinks: those of the forward where their gradient is wanted. The others do not depend on them:
+    they are in the LSE, by which P = exp(S - LSE) is computed.
     """
 
     dout: Tensor
@@ -96,6 +96,7 @@ class BackwardCall(NamedTuple):
     v: Tensor
     k_decoded: Tensor | None
     v_decoded: Tensor | None
+    sinks: Tensor | None
     out: Tensor
     lse: Tensor
     nodes: Tensor
@@ -123,8 +124,8 @@ def check_call(call: ForwardCall | BackwardCall) -> None:
     checks.number("softmax_scale", call.options.softmax_scale)
     checks.check_table("nodes", call.nodes, q.device)
     out_shape, lse_shape = (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0])
+    checks.check_sinks(call.sinks, q)
     if isinstance(call, ForwardCall):
-        checks.check_sinks(call.sinks, q)
         return
     for name, one in (("dout", call.dout), ("out", call.out)):
         checks.check_shape(name, one, out_shape, q.device, q.dtype)
@@ -160,5 +161,5 @@ def unpack(kind: type[AnyCall], arguments: Sequence[Any]) -> AnyCall:
 
 
 def inputs_of(call: ForwardCall | BackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The tensors that `backward` has gradients of, where there are these tensors."""
+    """The tensors of rows that `backward` has gradients of, where there are these tensors."""
     return call.q, call.k, call.v, call.k_decoded, call.v_decoded

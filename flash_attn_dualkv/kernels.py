@@ -35,6 +35,7 @@ from .checks import (
 )
 from .decode.calls import DecodeCall, Limits, Step
 from .nodes import COLUMNS
+from .reference import sink_gradient
 
 LIBRARY = Path(__file__).with_name("libdualkv.so")
 NO_ROWS = (0, 0, 0, 0, 0, 0)  # the view of a tensor that is not there
@@ -189,7 +190,7 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: BackwardCall) -> list[Tensor]:
-    """The gradients of q, k and v and, where these are given, of k_decoded and v_decoded."""
+    """The gradients of q, k and v and, where these are given, of k_decoded, v_decoded and the sinks."""
     device, deterministic = call.q.get_device(), call.options.deterministic
     if device != current_device():
         with torch.cuda.device(device):
@@ -200,10 +201,13 @@ def backward(call: BackwardCall) -> list[Tensor]:
     asked = _library_call(call, device, is_deterministic(deterministic))
     lse, dlse = call.lse.contiguous(), None if call.dlse is None else call.dlse.contiguous()
     gradients = [gradient_of(one) for one in inputs_of(call) if one is not None]
-    if not module.backward(*asked, call.dout, call.out, lse, dlse, gradients):
+    sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
+    dsinks = None if sinks is None else gradient_of(sinks)
+    if not module.backward(*asked, call.dout, call.out, lse, dlse, gradients, sinks, dsinks):
         for gradient in gradients:
             gradient.zero_()
-    return gradients
+        dsinks = None if call.sinks is None else sink_gradient(call, call.sinks)  # of rows that see their sink alone
+    return gradients if dsinks is None or call.sinks is None else [*gradients, dsinks.to(call.sinks.dtype)]
 
 
 def sequence_nodes(offsets: tuple[Tensor, Tensor, Tensor | None, Tensor | None], total_context: int | None) -> Tensor:

@@ -11,7 +11,6 @@ keeps calls cheap: a `custom_op` costs the host more than twice as much.
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,7 +43,7 @@ library.define(
 )
 library.define("tree_nodes(Tensor cu_seqlens, Tensor parents, SymInt total) -> Tensor nodes", tags=TAGS)
 library.define(f"forward({schema(ForwardCall)}) -> (Tensor out, Tensor lse)", tags=TAGS)
-# dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded.
+# dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded, dsinks.
 library.define(f"backward({schema(BackwardCall)}) -> Tensor[]", tags=TAGS)
 
 sequence_nodes = torch.ops.flash_attn_dualkv.sequence_nodes.default
@@ -181,8 +180,8 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Results:
 
 @torch.library.register_fake("flash_attn_dualkv::backward", lib=library)
 def _backward_fake(*arguments: Any) -> list[Tensor]:
-    inputs = inputs_of(unpack(BackwardCall, arguments))
-    return [one.new_empty(one.shape) for one in inputs if one is not None]
+    call = unpack(BackwardCall, arguments)
+    return [one.new_empty(one.shape) for one in (*inputs_of(call), call.sinks) if one is not None]
 
 
 # Autograd: above the device's implementations
@@ -262,26 +261,11 @@ class _Attention(torch.autograd.Function):
         q, k, v, k_decoded, v_decoded, sinks, nodes, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        call = BackwardCall(dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, ctx.options)
-        dq, dk, dv, *decoded = _backward_autograd(call)
-        needs_sinks = sinks is not None and ctx.needs_input_grad[6]
-        dsinks = sink_gradient(dout, dlse, out, lse, sinks) if needs_sinks else None
-        return None, dq, dk, dv, *(decoded or (None, None)), dsinks, None, None
-
-
-def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """(H,): of each row, its sink's probability times 0 - delta, since a sink's value is 0.
-
-    Its error is that of the rounded `out` in delta. To save what rounding takes would cost as much
-    memory as `out`, for an error of a third: the kernels round P too.
-    """
-    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(0, 1)
-    if dlse is not None:
-        delta = delta - dlse
-    probability = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    # A row of no node has the LSE -inf: whatever its upstream gradient, it has no sink.
-    rows = torch.where(lse == -math.inf, 0.0, probability * delta)
-    return rows.sum(1).neg().to(sinks.dtype)
+        wanted = sinks if ctx.needs_input_grad[6] else None
+        call = BackwardCall(dout, dlse, q, k, v, k_decoded, v_decoded, wanted, out, lse, nodes, ctx.options)
+        gradients = iter(_backward_autograd(call))
+        given = (*inputs_of(call), wanted)
+        return None, *(None if one is None else next(gradients) for one in given), None, None
 
 
 class DifferentiableOnce(torch.autograd.Function):

@@ -282,15 +282,31 @@ def backward(call: BackwardCall) -> list[Tensor]:
     """Gradients of `forward`.
 
     Returns:
-        dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part.
-        The gradient of the sinks is not among them: it follows from these arguments without a look at the keys.
+        dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part;
+        behind them dsinks, where there are sinks.
     """
     inputs = [one for one in inputs_of(call) if one is not None]
     gradients = [torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in inputs]
     problem = Problem.of(call, gradients[1:])
     with plain_arithmetic(call.q.device):
         _fill_gradients(problem, call, gradients[0])
-    return gradients
+    return gradients if call.sinks is None else [*gradients, sink_gradient(call, call.sinks)]
+
+
+def sink_gradient(call: BackwardCall, sinks: Tensor) -> Tensor:
+    """(H,): of each row, its sink's probability times 0 - delta, since a sink's value is 0.
+
+    Its error is that of the rounded `out` in delta. To save what rounding takes would cost as much
+    memory as `out`, for an error of a third: the kernels round P too.
+    """
+    lse = call.lse
+    delta = (call.dout.to(lse.dtype) * call.out).sum(-1).transpose(0, 1)
+    if call.dlse is not None:
+        delta = delta - call.dlse
+    probability = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # A row of no node has the LSE -inf: whatever its upstream gradient, it has no sink.
+    rows = torch.where(lse == -math.inf, 0.0, probability * delta)
+    return rows.sum(1).neg().to(sinks.dtype)
 
 
 def _fill_gradients(problem: Problem, call: BackwardCall, dq: Tensor) -> None:

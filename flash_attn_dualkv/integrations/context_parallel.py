@@ -229,10 +229,11 @@ class _Call:
         return whole[..., :width], whole[..., width:]
 
     def differentiate(
-        self, keys: tuple[Tensor, Tensor], dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
-    ) -> list[Tensor]:
-        """dq, and this rank's parts of dk and dv of all rows; keys and values are given back on return."""
-        tensors = dout.contiguous(), dlse, q, *keys, None, None, out.contiguous(), lse
+        self, keys: tuple[Tensor, Tensor], dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+        sinks: Tensor | None,
+    ) -> list[Tensor]:  # fmt: skip
+        """dq, this rank's parts of dk and dv of all rows, and dsinks; keys and values are given back on return."""
+        tensors = dout.contiguous(), dlse, q, *keys, None, None, sinks, out.contiguous(), lse
         gradients: list[Tensor] = ops.backward(*pack(BackwardCall(*tensors, self.layout.nodes, self.options)))
         return gradients
 
@@ -255,24 +256,25 @@ class _Call:
 
     def gradients(
         self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-        out: Tensor, lse: Tensor, needs_sinks: bool,
+        out: Tensor, lse: Tensor,
     ) -> list[Tensor | None]:  # fmt: skip
         """Those of this rank's q, k, v and sinks."""
         parts = self.parts
         dout = torch.zeros_like(out) if dout is None else dout
-        dlses = [None] * parts if dlse is None else [*dlse.chunk(parts)]
-        by_head: Iterator[Any] = zip(*(one.chunk(parts, 1) for one in (dout, q, out)), lse.chunk(parts), dlses)
+        dlses, of_sinks = ([None] * parts if one is None else [*one.chunk(parts)] for one in (dlse, sinks))
+        by_row = (one.chunk(parts, 1) for one in (dout, q, out))
+        by_head: Iterator[Any] = zip(*by_row, lse.chunk(parts), dlses, of_sinks)
         gathered = self.gathered(k, v)
-        queries, sent = [], []
+        queries, sent, dsinks = [], [], list[Tensor]()
         for own in by_head:
             dq, *of_keys = self.differentiate(next(gathered), *own)
             queries.append(dq)
-            sent.append(self.send(*of_keys))
+            dsinks += of_keys[2:]
+            sent.append(self.send(*of_keys[:2]))
             del of_keys
         kept = [self.received(*sent.pop(0)) for _ in range(parts)]
         dk, dv = torch.cat(kept, 1).split([k.shape[2], v.shape[2]], 2)
-        dsinks = ops.sink_gradient(dout, dlse, out, lse, sinks) if needs_sinks and sinks is not None else None
-        return [torch.cat(queries, 1), dk, dv, dsinks]
+        return [torch.cat(queries, 1), dk, dv, torch.cat(dsinks) if dsinks else None]
 
 
 class _Attention(torch.autograd.Function):
@@ -296,7 +298,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        wanted = sinks if ctx.needs_input_grad[3] else None
         with torch.no_grad():
-            gradients = ctx.call.gradients(dout, dlse, *saved, ctx.needs_input_grad[3])
-        return *ops.differentiable_once((dout, dlse, *saved[:4]), gradients), None
+            gradients = ctx.call.gradients(dout, dlse, q, k, v, wanted, out, lse)
+        return *ops.differentiable_once((dout, dlse, q, k, v, sinks), gradients), None

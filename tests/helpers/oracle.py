@@ -50,7 +50,7 @@ def reference(batch: Batch, dlse: Tensor | None = None) -> Results:
         options = make_options(head_dim=1, softmax_scale=batch.scale, causal=batch.causal, mean_keys=1)
         out, lse = specification.forward(ForwardCall(*inputs, None, nodes, options))
         upstream = batch.dout.double(), None if dlse is None else dlse.double()
-        gradients = specification.backward(BackwardCall(*upstream, *inputs, out, lse, nodes, options))
+        gradients = specification.backward(BackwardCall(*upstream, *inputs, None, out, lse, nodes, options))
     return Results(out, lse, *gradients)
 
 

@@ -161,7 +161,7 @@ def run_hostile_tables(head_dim: int) -> None:
             options = (0.1, causal, -1, -1, 0.0, False, 1 << 20)
             out, lse = ops.forward(q, *keys, None, nodes, *options, False)
             for deterministic in (True, False):
-                ops.backward(batch.dout, None, q, *keys, out, lse, nodes, *options, deterministic)
+                ops.backward(batch.dout, None, q, *keys, None, out, lse, nodes, *options, deterministic)
     rows = len(k_decoded)
     leaves = [one[:rows].detach().requires_grad_() for one in (q, k_decoded, v_decoded)]
     numbers = [one(torch.arange(8, dtype=torch.int32) * rows // 7, rows) for one in HOSTILE_OFFSETS.values()]

@@ -439,7 +439,7 @@ def test_tables_given_to_the_operators(change: tuple[int, int, int], name: str, 
     lse = torch.zeros(4, 6)
     for call in (
         lambda: ops.forward(*inputs, None, nodes, *options),
-        lambda: ops.backward(inputs[0], None, *inputs, inputs[0], lse, nodes, *options),
+        lambda: ops.backward(inputs[0], None, *inputs, None, inputs[0], lse, nodes, *options),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(name)}") as caught:
             call()

@@ -79,11 +79,10 @@ def check_operators(inputs: Sequence[Tensor | None], nodes: Tensor, dout: Tensor
     leaves = [None if one is None else one.detach().clone().requires_grad_() for one in inputs]
     torch.library.opcheck(ops.forward, (*leaves, nodes, *PLAIN))
     out, lse = ops.forward(*inputs, nodes, *PLAIN)
-    keys = inputs[:5]
     for dlse in (None, torch.randn_like(lse)):
-        arguments = (dout, dlse, *keys, out, lse, nodes, *PLAIN)
+        arguments = (dout, dlse, *inputs, out, lse, nodes, *PLAIN)
         torch.library.opcheck(ops.backward, arguments)
-        gradients, given = ops.backward(*arguments), [one for one in keys if one is not None]
+        gradients, given = ops.backward(*arguments), [one for one in inputs if one is not None]
         assert [one.shape for one in gradients] == [one.shape for one in given]
         storages = {one.untyped_storage()._cdata for one in (*gradients, *given, out, lse)}
         assert len(storages) == len(gradients) + len(given) + 2
@@ -203,7 +202,7 @@ def test_what_makes_the_kernels_deterministic(library: Library, monkeypatch: pyt
 
     def asked(flag: bool) -> bool:
         library.calls.clear()
-        given = (q, None, q, k, v, None, None, q, torch.zeros(2, 6), nodes)
+        given = (q, None, q, k, v, None, None, None, q, torch.zeros(2, 6), nodes)
         ops._backward_cuda(unpack(BackwardCall, (*given, *PLAIN[:-1], flag)))
         *_, options, deterministic = library.calls[0][1][0]
         assert options == (*PLAIN[:-1], flag)
@@ -268,7 +267,7 @@ def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], 
     given, lse = (q, k, v, None, None), q.new_zeros(q.shape[1::-1])
     functions: list[tuple[Any, tuple[Any, ...]]] = [
         (ops.unpacking(ForwardCall, ops._forward_cuda), (*given, None, call.rest.nodes)),
-        (ops.unpacking(BackwardCall, ops._backward_cuda), (call.dout, None, *given, q, lse, call.rest.nodes)),
+        (ops.unpacking(BackwardCall, ops._backward_cuda), (call.dout, None, *given, None, q, lse, call.rest.nodes)),
     ]
     for function, tensors in functions:
         with pytest.raises(NotImplementedError, match=f"^{name}: expected .* for the CUDA kernels"):
@@ -290,7 +289,7 @@ def test_cuda_call_without_kernels_names_the_fix(reason: str | None, monkeypatch
     q, k, v, *_, nodes = tensors_of_a_call()
     functions: list[tuple[Any, tuple[Any, ...]]] = [
         (ops.unpacking(ForwardCall, ops._forward_cuda), (q, k, v, None, None, None, nodes, *PLAIN)),
-        (ops.unpacking(BackwardCall, ops._backward_cuda), (q, None, q, k, v, None, None, q, q, nodes, *PLAIN)),
+        (ops.unpacking(BackwardCall, ops._backward_cuda), (q, None, q, k, v, None, None, None, q, q, nodes, *PLAIN)),
         (ops._sequence_nodes_cuda, (nodes[0], nodes[0], None, None, None)),
         (ops._tree_nodes_cuda, (nodes[0], nodes[0, 1:], 3)),
     ]  # fmt: skip
@@ -346,7 +345,7 @@ def test_the_reference_can_be_forced(library: Library, monkeypatch: pytest.Monke
         out, lse = ops._forward_cuda(unpack(ForwardCall, (q, k, v, None, None, None, nodes, *PLAIN)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ops._backward_cuda(unpack(BackwardCall, (q, None, q, k, v, None, None, out, lse, nodes, *PLAIN)))
+        ops._backward_cuda(unpack(BackwardCall, (q, None, q, k, v, None, None, None, out, lse, nodes, *PLAIN)))
         ops._sequence_nodes_cuda(*[torch.tensor([0, 2, 5], dtype=torch.int32)] * 2, None, None, None)
         ops._tree_nodes_cuda(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32), 5)
     ops.forces_reference.cache_clear()
@@ -370,12 +369,10 @@ def test_raw_operators_refuse_tensors_of_the_wrong_rank(name: str, device: str) 
     tensors = {"q": q, "k": k, "v": v, "k_decoded": k_decoded, "v_decoded": v_decoded}
     options = ("softmax_scale", "causal", "window_left", "window_right", "softcap", "reference")
     options += ("mean_keys", "deterministic")
-    rest = {"nodes": nodes_of(batch), **dict(zip(options, PLAIN))}
+    rest = {"nodes": nodes_of(batch), "sinks": None, **dict(zip(options, PLAIN))}
     if name == "backward":
         tensors |= {"dout": q, "out": q}
         rest |= {"dlse": None, "lse": torch.zeros(q.shape[1::-1], device=device, dtype=q.dtype)}
-    else:
-        rest |= {"sinks": None}
     for wrong, one in tensors.items():
         for given in (one[0, 0, 0], one.flatten(), one[0], one[None]):
             expected = "shape" if wrong in ("dout", "out") else "3 dimensions"
