@@ -30,6 +30,13 @@ struct BackwardDqShared : QueryShared<Config> {
   }
 };
 
+// Heads that share a query tile. One at d = 512, where packs cost the backward 0.5 to 1.2%
+// (docs/notes/wide_heads.md).
+template <class Config, typename T>
+__device__ __forceinline__ Pack pack_of(const BackwardDqParams<T>& p) {
+  return Config::kPacksHeads ? p.heads : Pack{};
+}
+
 // Part of dS that a warpgroup computes: all, or S or dP where two share the queries.
 enum class DqRole { all, scores, dp };
 
@@ -64,8 +71,8 @@ struct BackwardDqConsumer {
   RowProducts<T, TileDo, TileV, kBlockN / 8> dp_products;
 
   // Query (relative to the tile) and head (of the pack) of a row of the tile.
-  __device__ __forceinline__ int query_of(int row) const { return p.heads.queries(row); }
-  __device__ __forceinline__ int head_of(int row) const { return p.heads.of_row(row); }
+  __device__ __forceinline__ int query_of(int row) const { return pack_of<Config>(p).queries(row); }
+  __device__ __forceinline__ int head_of(int row) const { return pack_of<Config>(p).of_row(row); }
 
   __device__ __forceinline__ void issue_scores(int steps_done, int k_stage) {
     ptx::wgmma_fence();
@@ -320,7 +327,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::give_registers<Config::Registers::kProducer>();
     const QueryRole role = query_role();
     if (threadIdx.x % 32 > 0) return;
-    const Pack heads = p.heads;
+    const Pack heads = pack_of<Config>(p);
     if (role == QueryRole::walk) {
       const int group = heads.queries(64);  // queries of a warpgroup
       walk_works<Config>(shared, works, ring, PathWalk<>{}, p.nodes, group, p.shape.sees);

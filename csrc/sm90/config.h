@@ -215,6 +215,7 @@ struct BackwardDqTiles {
   static constexpr int kStagesQ = kStagesQ_, kStagesK = kStagesK_, kStagesV = kStagesV_;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup, kBlockM = 64 * kConsumers / kSharers;
   static constexpr int kSlices = 1, kSiblings = 1;
+  static constexpr bool kPacksHeads = kSharers == 1;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;
@@ -274,8 +275,8 @@ template <>
 inline constexpr bool kHasEveryStep<128, 128> = true;
 
 template <class Config>
-constexpr TileInfo tile_info(int column_blocks = 1) {
-  return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, column_blocks};
+constexpr TileInfo tile_info(bool packs_heads = true, int column_blocks = 1) {
+  return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, packs_heads, column_blocks};
 }
 
 template <int kHeadDim, int kHeadDimV>
@@ -298,7 +299,7 @@ constexpr KernelTraits decode_traits() {
 template <int kHeadDim, int kHeadDimV>
 constexpr KernelTraits backward_traits() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
-  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(Config::kColumnBlocks)};
+  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(true, Config::kColumnBlocks)};
   traits.sums_dq = Config::kSumsDq;
   if constexpr (Config::kSumsDq) traits.orders_dq = Config::kStagesDq;
   traits.has_every_step = kHasEveryStep<kHeadDim, kHeadDimV>;
@@ -309,8 +310,8 @@ template <int kHeadDim, int kHeadDimV>
 constexpr KernelTraits backward_dq_traits() {
   using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
   using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
-  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>()};
-  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>();
+  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(Config::kPacksHeads)};
+  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>(Narrow::kPacksHeads);
   return traits;
 }
 
