@@ -29,7 +29,7 @@ from .batch import PackedBatch, Tokens, pack_tokens
 from .images import ImageValues, images_of
 from .prefix_tree import Boundary, PrefixTree, Spans, checked_boundary
 from .samples import GroupIds, Pick, TokenIds, named
-from .trie import build_tree, tree_with_borders
+from .trie import build_tree
 
 # A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and
 # 64 of 128 in the backward, some 55 pairs a row where both are weighed by their work. A token costs
@@ -370,12 +370,11 @@ def _built(
     """The tree of the tokens of all sequences (on the host)."""
     boundary = checked_boundary("gather" if boundary is None else boundary)
     least = checks.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
-    if borders is None:
-        return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least)
-    if min_shared is not None:
-        raise SharedPromptError(explain("min_shared", "None with borders, which say where nodes begin", min_shared))
-    borders = _checked_borders(borders, lengths)
-    return tree_with_borders(ids, lengths, groups, borders, boundary=boundary)
+    if borders is not None:
+        if min_shared is not None:
+            raise SharedPromptError(explain("min_shared", "None with borders, which say where nodes begin", min_shared))
+        borders = _checked_borders(borders, lengths)
+    return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least, borders=borders)
 
 
 def _check_tree(tree: Any, pick: Pick, lengths: list[int], boundary: Any, min_shared: Any, borders: Any) -> None:

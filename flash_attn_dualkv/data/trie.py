@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ def build_tree(
     *,
     boundary: Boundary,
     min_shared: int,
+    borders: Sequence[Sequence[int]] | None = None,
 ) -> PrefixTree:
     """The prefix tree of sequences.
 
@@ -41,33 +42,25 @@ def build_tree(
         lengths: of the sequences.
         groups: only sequences with equal ones share anything; None for one group.
         boundary, min_shared: as of `pack_prefix_tree`.
-    """
-    leaves = _Leaves.of(tokens, lengths, groups)
-    shift = SHIFTS[boundary]
-    tree = _Tree(leaves.lengths, [max(0, common - shift) for common in leaves.common])
-    tree.keep_savings(min_shared)
-    return tree.depth_first(leaves.leaf_of, lengths, boundary)
-
-
-def tree_with_borders(
-    tokens: Tensor,
-    lengths: Sequence[int],
-    groups: Sequence[Hashable] | None,
-    borders: Sequence[Sequence[int]],
-    *,
-    boundary: Boundary,
-) -> PrefixTree:
-    """The prefix tree of sequences whose nodes begin at given positions.
-
-    Two sequences share a node if they have the same borders up to its end, and the same tokens up to there and, with
-    the boundary "replicate", one token further.
-
-    Args:
-        tokens, lengths, groups, boundary: as for `build_tree`.
-        borders: of each sequence, rising, from 1 to its length.
+        borders: where nodes begin, instead of min_shared: of each sequence, rising, from 1 to its length. Two sequences
+            share a node if they have the same borders up to its end, and the same tokens up to there and, with the
+            boundary "replicate", one token further.
     """
     shift = SHIFTS[boundary]
-    # What is compared is a token and whether a node ends `shift` places before the next one.
+    if borders is None:
+        leaves = _Leaves.of(tokens, lengths, groups)
+        tree = _Tree(leaves.lengths, [max(0, common - shift) for common in leaves.common])
+        tree.keep_savings(min_shared)
+        lens, parents, places = tree.depth_first()
+    else:
+        leaves = _Leaves.of(_marked(tokens, lengths, borders, shift), lengths, groups)
+        lens, parents, places = _cut(leaves, borders, shift)
+    of_sequences = (places[leaf] if length else -1 for leaf, length in zip(leaves.leaf_of.tolist(), lengths))
+    return PrefixTree(tuple(lens), tuple(parents), tuple(of_sequences), tuple(lengths), boundary)
+
+
+def _marked(tokens: Tensor, lengths: Sequence[int], borders: Sequence[Sequence[int]], shift: int) -> Tensor:
+    """What is compared: a token, and whether a node ends `shift` places before the next one."""
     firsts = offsets_of(int64s(lengths)).tolist()
     marked = [
         first + border + shift - 1
@@ -77,29 +70,25 @@ def tree_with_borders(
     ]
     keys = tokens * 2
     keys[int64s(marked)] += 1
-    leaves = _Leaves.of(keys, lengths, groups)
-    common = [
-        own[at - 1] if (at := bisect_right(own, most - shift)) else 0
-        for own, most in zip((borders[source] for source in leaves.sources), leaves.common)
-    ]
-    return _cut(_Tree(leaves.lengths, common).depth_first(leaves.leaf_of, lengths, boundary), borders)
+    return keys
 
 
-def _cut(tree: PrefixTree, borders: Sequence[Sequence[int]]) -> PrefixTree:
-    """The same rows, with a node more wherever a node goes on at a border of its sequence."""
+def _cut(leaves: _Leaves, borders: Sequence[Sequence[int]], shift: int) -> tuple[list[int], list[int], list[int]]:
+    """Rows and parents of nodes that begin at borders, and the node with the end of each leaf."""
     lens: list[int] = []
     parents: list[int] = []
-    lasts: list[int] = []  # what is left of each node at its end
-    for length, parent, begin, source in zip(tree.node_lens, tree.node_parents, tree.begins, tree.sources):
-        own, end = borders[source], begin + length
-        above = lasts[parent] if parent >= 0 else -1
-        for border in (*own[bisect_right(own, begin) : bisect_left(own, end)], end):
-            lens.append(border - begin)
-            parents.append(above)
-            above, begin = len(parents) - 1, border
-        lasts.append(above)
-    leaves = tuple(lasts[leaf] if leaf >= 0 else -1 for leaf in tree.leaves)
-    return replace(tree, node_lens=tuple(lens), node_parents=tuple(parents), leaves=leaves)
+    places: list[int] = []
+    path: list[int] = []  # to the leaf before
+    for source, length, common in zip(leaves.sources, leaves.lengths, [0, *leaves.common]):
+        own = borders[source]
+        del path[bisect_right(own, common - shift) :]
+        begins = [0, *own[: bisect_left(own, length)]][len(path) :]
+        for begin, end in pairwise((*begins, length)):
+            parents.append(path[-1] if path else -1)
+            path.append(len(lens))
+            lens.append(end - begin)
+        places.append(path[-1])
+    return lens, parents, places
 
 
 class _Leaves(NamedTuple):
@@ -241,16 +230,12 @@ class _Tree:
             heaps[parent] = more
         return limits
 
-    def depth_first(self, leaf_of: Tensor, lengths: Sequence[int], boundary: Boundary) -> PrefixTree:
-        """The nodes that are kept, as the tree of sequences of these lengths; `leaf_of` counts leaves."""
+    def depth_first(self) -> tuple[list[int], list[int], list[int]]:
+        """Rows and parents of the nodes that are kept, and the place of each leaf among them."""
         # Nodes with the same first leaf are ancestors of each other: the upper one ends first.
         nodes = [*range(self.root), *self.order]
         nodes.sort(key=lambda node: (self.first_leaves[node], self.ends[node]))
         places = {node: place for place, node in enumerate(nodes)} | {self.root: -1}
-        return PrefixTree(
-            tuple(self.ends[node] - self.ends[self.parents[node]] for node in nodes),
-            tuple(places[self.parents[node]] for node in nodes),
-            tuple(places[leaf] if length else -1 for leaf, length in zip(leaf_of.tolist(), lengths)),
-            tuple(lengths),
-            boundary,
-        )
+        lens = [self.ends[node] - self.ends[self.parents[node]] for node in nodes]
+        parents = [places[self.parents[node]] for node in nodes]
+        return lens, parents, [places[leaf] for leaf in range(self.root)]
