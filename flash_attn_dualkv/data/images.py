@@ -46,16 +46,11 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _glimpses(values: Sequence[Tensor | None]) -> list[Any]:
-    """Shape and some values of each tensor; one copy from a GPU."""
-    some = [_some_of(one) for one in values if one is not None]
+    """Shape and up to `GLIMPSE` values of each tensor, as float32, of which zeros are equal; one copy from a GPU."""
+    flat = [one.detach().reshape(-1) for one in values if one is not None]
+    some = [one[:: max(1, len(one) // GLIMPSE)][:GLIMPSE].float() + 0.0 for one in flat]
     seen = iter(torch.cat(some).cpu().split([*map(len, some)]) if some else ())
     return [None if one is None else (one.shape, next(seen).numpy().tobytes()) for one in values]
-
-
-def _some_of(tensor: Tensor) -> Tensor:
-    """Up to `GLIMPSE` values, as float32; zeros of either sign are equal."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // GLIMPSE)][:GLIMPSE].float() + 0.0
 
 
 def _checked(name: str, values: Any, count: int) -> list[Tensor | None]:
