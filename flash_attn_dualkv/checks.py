@@ -163,6 +163,13 @@ def check_count(name: str, values: Sized, count: int, like: str) -> None:
         raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(values)))
 
 
+def check_absent(expected: str, **values: Any) -> None:
+    """SharedPromptError for a value of which `expected` says why there should be none."""
+    for name, value in values.items():
+        if value is not None:
+            raise SharedPromptError(explain(name, expected, describe(value)))
+
+
 def group_ids(values: Any) -> list[Hashable] | Tensor:
     """Ids of groups: hashable values, or one integer tensor, which is left where it is."""
     if isinstance(values, Tensor):

@@ -28,7 +28,7 @@ from . import samples
 from .batch import PackedBatch, Tokens, pack_tokens
 from .images import ImageValues, images_of
 from .prefix_tree import Boundary, PrefixTree, Spans, checked_boundary
-from .samples import GroupIds, Pick, TokenIds, named
+from .samples import GroupIds, TokenIds, named
 from .trie import build_tree
 
 # A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and
@@ -280,22 +280,38 @@ def pack_prefix_tree(
         SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, a mask that is not as
             described, a tree of other sequences, or an option that is not as described.
     """
-    pick = Pick.of(sequences, chosen)
+    total = len(samples.sequences_of("sequences", sequences))
+    indices: Sequence[int] = range(total)
+    if chosen is not None:
+        given = checks.items("chosen", chosen, "indices of sequences")
+        indices = [checks.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)]
+
+    def pick(name: str, values: Any) -> Any:
+        # What is given for all sequences is checked by who uses it.
+        if values is None or chosen is None:
+            return values
+        given = checks.items(name, values, "values")
+        check_count(name, given, total, "sequences")
+        return [given[index] for index in indices]
+
     tokens, lengths = _checked(pick("sequences", sequences))
     if tree is not None:
-        _check_tree(tree, pick, lengths, boundary, min_shared, borders)
+        _check_tree(tree, total, indices, lengths, boundary)
+        expected = "None beside a tree, which says where nodes begin"
+        checks.check_absent(expected, borders=borders, min_shared=min_shared)
     if chosen is not None and isinstance(group_ids, Tensor):
         group_ids = checks.integers("group_ids", group_ids, 1).tolist()
     mask = None if loss_mask is None else samples.joined_mask(pick("loss_mask", loss_mask), lengths)
-    given = [tokens] if mask is None else [tokens, mask]
-    (ids, *marks), groups = samples.fetch(given, pick("group_ids", group_ids), len(lengths), "sequences")
+    wanted = [tokens] if mask is None else [tokens, mask]
+    (ids, *marks), groups = samples.fetch(wanted, pick("group_ids", group_ids), len(lengths), "sequences")
     largest = samples.largest_token("sequences", samples.extremes(ids))
     if tree is None:
         nodes = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
     else:
-        nodes = _part(tree, pick.indices, ids, groups)
+        nodes = _part(tree, indices, ids, groups)
     scored = samples.scored_lens(marks[0], lengths) if marks else [max(0, length - 1) for length in lengths]
-    by_token, by_root = pick.each("row_values", row_values), pick.each("group_values", group_values)
+    by_token = {name: pick(f"row_values[{name!r}]", one) for name, one in named("row_values", row_values).items()}
+    by_root = {name: pick(f"group_values[{name!r}]", one) for name, one in named("group_values", group_values).items()}
     values = {name: samples.listed(name, one, lengths) for name, one in by_token.items()}
     what = Tokens(tokens, scored, largest, mask, values, by_root)
     return pack_tokens(what, nodes, pad_to_multiple_of, device)
@@ -371,26 +387,21 @@ def _built(
     boundary = checked_boundary("gather" if boundary is None else boundary)
     least = checks.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
     if borders is not None:
-        if min_shared is not None:
-            raise SharedPromptError(explain("min_shared", "None with borders, which say where nodes begin", min_shared))
+        checks.check_absent("None with borders, which say where nodes begin", min_shared=min_shared)
         borders = _checked_borders(borders, lengths)
     return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least, borders=borders)
 
 
-def _check_tree(tree: Any, pick: Pick, lengths: list[int], boundary: Any, min_shared: Any, borders: Any) -> None:
-    """SharedPromptError unless it may be that of sequences of these lengths, and nothing beside it says another one."""
+def _check_tree(tree: Any, total: int, chosen: Sequence[int], lengths: list[int], boundary: Any) -> None:
+    """SharedPromptError unless it may be that of `total` sequences, of which the chosen ones have these lengths."""
     checks.instance("tree", tree, PrefixTree)
-    if pick.total != len(tree.sequence_lens):
-        expected = f"that of these {pick.total} sequences"
+    if total != len(tree.sequence_lens):
+        expected = f"that of these {total} sequences"
         raise SharedPromptError(explain("tree", expected, f"one of {len(tree.sequence_lens)}"))
-    for at, length in zip(pick.indices, lengths):
+    for at, length in zip(chosen, lengths):
         if length != tree.sequence_lens[at]:
             got = f"one whose sequence {at} has {tree.sequence_lens[at]}"
             raise SharedPromptError(explain("tree", f"that of these sequences, {length} tokens in sequence {at}", got))
-    for name, value in (("borders", borders), ("min_shared", min_shared)):
-        if value is not None:
-            expected = "None beside a tree, which says where nodes begin"
-            raise SharedPromptError(explain(name, expected, checks.describe(value)))
     if boundary not in (None, tree.boundary):
         expected = f"None or {tree.boundary!r}, that of the tree"
         raise SharedPromptError(explain("boundary", expected, checks.describe(boundary)))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,19 +38,6 @@ def sequences_of(name: str, values: Any, of: str = "token sequences") -> Sequenc
     return checks.items(name, values, of)
 
 
-def all_tokens(given: list[Any], names: Sequence[str], also: Sequence[torch.dtype] = ()) -> list[Tensor]:
-    """1-D integer tensors of token sequences, of which prompts and responses may come in turns, as `names` do.
-
-    `also` are further types that they may have.
-    """
-    # To check thousands one by one would take a millisecond.
-    dtypes = _INTEGERS.union(also)
-    if all(type(one) is Tensor and one.dim() == 1 and one.dtype in dtypes for one in given):
-        return given
-    count = len(names)
-    return [_tokens(f"{names[index % count]}[{index // count}]", one, also) for index, one in enumerate(given)]
-
-
 def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
     """A 1-D integer tensor; Python sequences become one on the CPU."""
     if not isinstance(tokens, Tensor):
@@ -67,8 +54,16 @@ def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
 
 
 def token_lists(given: Iterable[Any], *names: str, also: Sequence[torch.dtype] = ()) -> tuple[Tensor, list[int]]:
-    """The tokens of `all_tokens`, all in one, contiguous; and how many each sequence has."""
-    tokens = all_tokens([*given], names, also)
+    """The tokens of sequences all in one, contiguous, and how many each has; of several names they come in turns.
+
+    `also` are types that they may have, beside integers.
+    """
+    tokens = [*given]
+    dtypes = _INTEGERS.union(also)
+    # To check thousands one by one would take a millisecond.
+    if not all(type(one) is Tensor and one.dim() == 1 and one.dtype in dtypes for one in tokens):
+        count = len(names)
+        tokens = [_tokens(f"{names[index % count]}[{index // count}]", one, also) for index, one in enumerate(tokens)]
     _common_device(tokens)
     if not tokens:
         return torch.empty(0, dtype=torch.int64, device="cpu"), []
@@ -291,30 +286,3 @@ def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
             expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
             raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(one.shape)))
     return torch.cat(given, -1)
-
-
-class Pick(NamedTuple):
-    """What is given for some of the sequences, or for all of them."""
-
-    total: int
-    indices: Sequence[int]
-
-    @staticmethod
-    def of(sequences: Any, chosen: Any) -> Pick:
-        total = len(sequences_of("sequences", sequences))
-        if chosen is None:
-            return Pick(total, range(total))
-        given = checks.items("chosen", chosen, "indices of sequences")
-        return Pick(total, [checks.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
-
-    def __call__(self, name: str, values: Any) -> Any:
-        """The values of the sequences that are chosen; what is given for all of them is checked by who uses it."""
-        if values is None or isinstance(self.indices, range):
-            return values
-        given = checks.items(name, values, "values")
-        check_count(name, given, self.total, "sequences")
-        return [given[index] for index in self.indices]
-
-    def each(self, name: str, values: Any) -> dict[str, Any]:
-        """Likewise of each of the values that are given by name."""
-        return {one: self(f"{name}[{one!r}]", given) for one, given in named(name, values).items()}

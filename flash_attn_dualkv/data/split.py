@@ -80,13 +80,33 @@ def split_by_token_budget(
 
 
 def as_tree(groups: Any, prompt_lens: Any, response_lens: Any) -> PrefixTree:
-    """The tree that the samples of prompts are, with a row of the prompt's before each response; or the tree given."""
+    """The tree given; or that of groups of samples that exist, each once, with one prompt a group.
+
+    It has a row of the prompt's before each response.
+    """
     if isinstance(groups, PrefixTree):
-        for name, value in (("prompt_lens", prompt_lens), ("response_lens", response_lens)):
-            if value is not None:
-                raise SharedPromptError(explain(name, "None with a tree, which knows them", checks.describe(value)))
+        expected = "None with a tree, which knows them"
+        checks.check_absent(expected, prompt_lens=prompt_lens, response_lens=response_lens)
         return groups
-    return PrefixTree.of_prompts(*_checked_groups(groups, prompt_lens, response_lens))
+    prompts = checks.lengths("prompt_lens", prompt_lens, least=1)
+    responses = checks.lengths("response_lens", response_lens, len(prompts), "prompt_lens")
+    checked: list[list[int]] = []
+    seen: set[int] = set()
+    for number, members in enumerate(checks.items("groups", groups, "lists of sample indices")):
+        name = f"groups[{number}]"
+        given = checks.items(name, members, "sample indices")
+        if not len(given):
+            raise SharedPromptError(explain(name, "at least one sample", "none"))
+        own = [checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1) for at, one in enumerate(given)]
+        checked.append(own)
+        for index in own:
+            if index in seen:
+                raise SharedPromptError(explain(name, "samples that are in no group yet", f"sample {index} again"))
+            seen.add(index)
+            if prompts[index] != prompts[own[0]]:
+                expected = f"samples with one prompt, of {prompts[own[0]]} tokens as that of sample {own[0]}"
+                raise SharedPromptError(explain(name, expected, f"{prompts[index]} of sample {index}"))
+    return PrefixTree.of_prompts(checked, prompts, responses)
 
 
 def below(tree: PrefixTree, tops: Sequence[int]) -> list[list[int]]:
@@ -152,29 +172,6 @@ def _split_further(micro_batches: list[list[int]], groups: Sequence[Sequence[int
     return micro_batches
 
 
-def _checked_groups(groups: Any, prompt_lens: Any, response_lens: Any) -> tuple[list[list[int]], list[int], list[int]]:
-    """Groups of samples that exist, each once, with one prompt a group."""
-    prompts = checks.lengths("prompt_lens", prompt_lens, least=1)
-    responses = checks.lengths("response_lens", response_lens, len(prompts), "prompt_lens")
-    checked: list[list[int]] = []
-    seen: set[int] = set()
-    for number, members in enumerate(checks.items("groups", groups, "lists of sample indices")):
-        name = f"groups[{number}]"
-        given = checks.items(name, members, "sample indices")
-        if not len(given):
-            raise SharedPromptError(explain(name, "at least one sample", "none"))
-        own = [checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1) for at, one in enumerate(given)]
-        checked.append(own)
-        for index in own:
-            if index in seen:
-                raise SharedPromptError(explain(name, "samples that are in no group yet", f"sample {index} again"))
-            seen.add(index)
-            if prompts[index] != prompts[own[0]]:
-                expected = f"samples with one prompt, of {prompts[own[0]]} tokens as that of sample {own[0]}"
-                raise SharedPromptError(explain(name, expected, f"{prompts[index]} of sample {index}"))
-    return checked, prompts, responses
-
-
 def _fill_evenly(tree: PrefixTree, least: int, max_tokens: int) -> list[list[int]]:
     """As few micro-batches as within the budget, with no more rows, within one that is as small, from `least` on."""
     micro_batches, rows = _fill(tree, max_tokens)
@@ -210,30 +207,25 @@ def _fill(tree: PrefixTree, max_tokens: int) -> tuple[list[list[int]], int]:
 
 
 def _united(parts: list[tuple[int, list[int]]], room: int) -> list[tuple[int, list[int]]]:
-    """Fewer parts of at most `room` rows."""
+    """Fewer parts of at most `room` rows: best fit, decreasing. None has more rows yet."""
     sizes = [size for size, _ in parts]
-    bins = (sorted(chosen) for chosen in _best_fit(sizes, room))
-    return [(sum(sizes[at] for at in chosen), [index for at in chosen for index in parts[at][1]]) for chosen in bins]
-
-
-def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of the sizes by bin, each of at most `capacity`: best fit, decreasing. No size is above the capacity."""
-    if not sizes:
-        return []
-    if sum(sizes) <= capacity:
-        return [list(range(len(sizes)))]
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, number of the bin), rising
-    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+    order = sorted(range(len(parts)), key=lambda one: -sizes[one])
+    if order and sum(sizes) <= room:
+        bins, order = [order], []
+    for index in order:
         at = bisect_left(rooms, (sizes[index], -1))
         if at < len(rooms):
-            room, number = rooms.pop(at)
+            left, number = rooms.pop(at)
         else:
-            room, number = capacity, len(bins)
+            left, number = room, len(bins)
             bins.append([])
         bins[number].append(index)
-        insort(rooms, (room - sizes[index], number))
-    return bins
+        insort(rooms, (left - sizes[index], number))
+    for chosen in bins:
+        chosen.sort()
+    return [(sum(sizes[at] for at in chosen), [index for at in chosen for index in parts[at][1]]) for chosen in bins]
 
 
 def largest_of_ranks(values: Sequence[int], dp_group: Any) -> list[int]:
