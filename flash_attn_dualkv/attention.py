@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import checks, ops
 from .calls import make_options
-from .nodes import mean_keys_of_longest
 
 _SHARED_NAMES = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
 _PLAIN_NAMES = ("q", "k", "v")
@@ -133,7 +132,7 @@ def flash_attn_dualkv_varlen_func(
     causal, window = checks.resolve_window(causal, window_size)
     options = make_options(
         head_dim=q.shape[2], softmax_scale=softmax_scale, causal=causal, window_left=window, softcap=softcap,
-        mean_keys=mean_keys_of_longest(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal),
+        mean_keys=_mean_keys_of_longest(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal),
         deterministic=deterministic,
     )  # fmt: skip
     nodes = ops.sequence_nodes(
@@ -198,8 +197,13 @@ def flash_attn_varlen_func(
     causal, window = checks.resolve_window(causal, window_size)
     options = make_options(
         head_dim=q.shape[2], softmax_scale=softmax_scale, causal=causal, window_left=window, softcap=softcap,
-        mean_keys=mean_keys_of_longest(max_seqlen_q, max_seqlen_k, causal), deterministic=deterministic,
+        mean_keys=_mean_keys_of_longest(max_seqlen_q, max_seqlen_k, causal), deterministic=deterministic,
     )  # fmt: skip
     nodes = ops.sequence_nodes(cu_seqlens_q, cu_seqlens_k, None, None, None)
     out, lse = ops.attend(q, k, v, nodes, options)
     return (out, lse, None) if return_attn_probs else out
+
+
+def _mean_keys_of_longest(queries: int, keys: int, causal: bool) -> int:
+    """How many keys a query sees on average, rounded up, if all sequences are as long as the longest."""
+    return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys

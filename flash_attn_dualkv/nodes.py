@@ -94,12 +94,7 @@ def sequence_nodes(
             q_len, kv_len = q_starts[index + 1] - q, kv_starts[index + 1] - kv
             kv += total_context or 0
             rows += (q, q_len, length + kv_len - q_len, kv, kv_len, length, root, len(rows) // COLUMNS + 1)
-    return host_nodes(rows).to(cu_seqlens_q.device)
-
-
-def mean_keys_of_longest(queries: int, keys: int, causal: bool) -> int:
-    """How many keys a query sees on average, rounded up, if all sequences are as long as the longest."""
-    return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys
+    return ints(rows, torch.int32).view(-1, COLUMNS).to(cu_seqlens_q.device)
 
 
 def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
@@ -138,7 +133,7 @@ def tree_table(
     positions = path_begins(lengths, parents)
     begins = [*accumulate(lengths, initial=0)][:-1] if begins is None else begins
     rows = (begins, lengths, positions)
-    table = host_nodes(chain.from_iterable(zip(*rows, *rows, parents, ends)))
+    table = ints(chain.from_iterable(zip(*rows, *rows, parents, ends)), torch.int32).view(-1, COLUMNS)
     pairs = sum(map(visible_pairs, positions, lengths))
     return table, max(map(add, positions, lengths), default=0), -(-pairs // max(sum(lengths), 1))
 
@@ -189,7 +184,8 @@ def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tu
             row += end - begin
             keys, above = (start + length, 0, position + length), places[index]
     ends = _subtree_ends([one[-1] for one in rows], "parents[{}]")
-    return host_nodes(chain.from_iterable((*one, end) for one, end in zip(rows, ends)))
+    numbers = chain.from_iterable((*one, end) for one, end in zip(rows, ends))
+    return ints(numbers, torch.int32).view(-1, COLUMNS)
 
 
 def _subtree_ends(parents: Sequence[int], name: str) -> list[int]:
@@ -211,11 +207,6 @@ def _subtree_ends(parents: Sequence[int], name: str) -> list[int]:
 def visible_pairs(begin: int, length: int) -> int:
     """Pairs of a query and a key that it sees, of `length` rows of a path behind its first `begin`."""
     return length * (2 * begin + length + 1) // 2
-
-
-def host_nodes(rows: Iterable[int]) -> Tensor:
-    """A table on the host, from its numbers row by row."""
-    return ints(rows, torch.int32).view(-1, COLUMNS)
 
 
 # --- checks ---
