@@ -341,26 +341,38 @@ def pack_tokens(
     if pad_to_multiple_of is not None:
         pad = -rows % checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
     host = SharedPromptLayout.from_tree(tree.node_lens, tree.node_parents, pad=pad)
-    small = [*map(int64s, _numbers(tokens, tree)), *Spans.of(tree)]
+    scored_lens, firsts = tokens.scored_lens, [*accumulate(tree.sequence_lens, initial=0)]
+    # Shifts from a row's number to the place of its token, and to its position; one a node.
+    positions = [begin - row for begin, row in zip(tree.begins, accumulate(tree.node_lens, initial=0))]
+    sources = [firsts[source] + position for source, position in zip(tree.sources, positions)]
+    # Shifts from a scored token's number to the place of the one before, and to its place when
+    # padded; one a sequence.
+    behind, longest = [*accumulate(scored_lens, initial=0)], max(scored_lens)
+    befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored_lens, behind)]
+    places = [index * longest - own for index, own in enumerate(behind[:-1])]
+    numbers = map(int64s, (tree.node_lens, scored_lens, positions, sources, befores, places, firsts))
     ids, mask = tokens.ids, tokens.mask
     given = [] if same_device(ids.device, device) else [one.cpu().long() for one in (ids, mask) if one is not None]
-    *moved, nodes = to_device([*small, *given, host.nodes], device)
+    nodes, *moved = to_device([host.nodes, *numbers, *Spans.of(tree), *given], device)
+    lens, counts, to_position, to_source, to_before, to_place, offsets = moved[:7]
+    spans = Spans(*moved[7:9])
     if given:
-        ids, mask = moved[len(small)], moved[-1] if mask is not None else None
-    lens, sources, begins, offsets, counts, firsts, places = moved[:7]
-    spans = Spans(*moved[7 : len(small)])
+        ids, mask = moved[9], moved[10] if mask is not None else None
     ids = ids.long()
 
     node, row = expand(lens, rows)
-    source_index = take(sources, node).add_(row)
-    position_ids = _padded(take(begins, node).add_(row), pad, 0)
+    source_index = take(to_source, node).add_(row)
+    position_ids = _padded(take(to_position, node).add_(row), pad, 0)
     sequence, place = expand(counts, scored)
-    padded_index = take(places, sequence).add_(place)
+    padded_index = take(to_place, sequence).add_(place)
     if mask is None:
-        before = take(firsts, sequence).add_(place)
+        before = take(to_before, sequence).add_(place)
     else:
         before = selected(torch.arange(len(ids), device=device), mask, scored).sub_(1)
     token_index, targets = spans.rows(before), take(ids, before + 1)
+    # Of each row the target that comes first among those that it scores.
+    first = targets.new_full((rows + pad,), scored)
+    first.scatter_reduce_(0, token_index, torch.arange(scored, device=device), "amin")
     group_values = named("group_values", tokens.group_values)
     roots = [node for node, parent in enumerate(tree.node_parents) if parent < 0]
     return PackedBatch(
@@ -368,14 +380,14 @@ def pack_tokens(
         position_ids,
         replace(host, nodes=nodes, position_ids=position_ids),
         tree,
-        _first_targets(token_index, targets, rows + pad),
+        take(torch.nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL), first),
         token_index,
         targets,
         padded_index,
         before,
         offsets,
         _padded(source_index, pad, -1),
-        tuple(tokens.scored_lens),
+        tuple(scored_lens),
         tokens.max_token,
         own_labels,
         {name: _of_rows(name, one, source_index, spans, pad) for name, one in tokens.row_values.items()},
@@ -384,32 +396,8 @@ def pack_tokens(
     )
 
 
-def _numbers(tokens: Tokens, tree: PrefixTree) -> list[Sequence[int]]:
-    """The numbers that `pack_tokens` works with."""
-    lens, begins, scored = tree.node_lens, tree.begins, tokens.scored_lens
-    firsts = [*accumulate(tree.sequence_lens, initial=0)]
-    rows, behind = accumulate(lens, initial=0), accumulate(scored, initial=0)
-    # Shifts from a row's number to the place of its token, and to its position; one a node.
-    positions = [begin - row for begin, row in zip(begins, rows)]
-    sources = [firsts[source] + position for source, position in zip(tree.sources, positions)]
-    # Shifts from a scored token's number to the place of the one before, and to its place when
-    # padded; one a sequence.
-    longest = max(scored)
-    befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored, behind)]
-    places = [index * longest - own for index, own in enumerate(accumulate(scored[:-1], initial=0))]
-    return [lens, sources, positions, firsts, scored, befores, places]
-
-
 def _padded(values: Tensor, pad: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, pad), value=fill) if pad else values
-
-
-def _first_targets(token_index: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """(rows,) of each row the target that comes first among those that it scores; -100 for none."""
-    none = len(targets)
-    places = torch.arange(none, device=targets.device)
-    first = targets.new_full((rows,), none).scatter_reduce_(0, token_index, places, "amin")
-    return take(torch.nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL), first)
 
 
 def _of_rows(name: str, values: Tensor, source_index: Tensor, spans: Spans, pad: int) -> Tensor:

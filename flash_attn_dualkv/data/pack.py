@@ -210,9 +210,7 @@ def pack_jagged(
     given = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
     by_token = named("row_values", row_values)
     by_token = {name: samples.jagged(f"row_values[{name!r}]", one) for name, one in by_token.items()}
-    # Most often one tensor for all.
-    others = {name: one.offsets() for name, one in by_token.items() if one.offsets() is not nested.offsets()}
-    wanted = [tokens, nested.offsets(), *given, *others.values()]
+    wanted = [tokens, nested.offsets(), *given, *(one.offsets() for one in by_token.values())]
     (ids, offsets, *fetched), labels = samples.fetch(wanted, group_ids, len(nested))
     totals = offsets.diff().tolist()
     lengths = samples.prompt_lengths("prompt_lens", prompt_lens, fetched[: len(given)], totals)
@@ -221,11 +219,16 @@ def pack_jagged(
     response_lens = [total - length for total, length in zip(totals, lengths)]
     of_samples, firsts = images_of(images, len(totals))
     groups = samples.group(ids, offsets.tolist(), lengths, firsts, labels)
-    values = {name: rows[..., begin:end] for name, rows in samples.jagged_rows(by_token, len(tokens)).items()}
-    for name, own in zip(others, fetched[len(given) :]):
+    values = {}
+    for (name, one), own in zip(by_token.items(), fetched[len(given) :]):
+        rows = samples.position_rows(one)
+        if rows.shape[-1] != len(tokens):
+            expected = f"{len(tokens)} values (as input_ids)"
+            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, rows.shape[-1]))
         if not own.equal(offsets):
             expected = "the offsets of input_ids"
             raise SharedPromptError(explain(f"row_values[{name!r}]", expected, f"others: {checks.describe(own)}"))
+        values[name] = (rows[0] if one.dim() == 2 else rows)[..., begin:end]
     what = Tokens(tokens[begin:end], response_lens, largest, None, values, group_values, of_samples)
     return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,15 +113,6 @@ def position_rows(values: Any) -> Tensor:
         return flat
     # Samples of one length: the number of rows was taken for what differs.
     return flat.unflatten(0, (len(values), -1)).transpose(0, 1).flatten(1)
-
-
-def jagged_rows(values: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """(..., T) each of jagged values by name, of as many tokens."""
-    found = {name: position_rows(one) for name, one in values.items()}
-    for name, rows in found.items():
-        if rows.shape[-1] != count:
-            raise SharedPromptError(explain(f"row_values[{name!r}]", f"{count} values (as input_ids)", rows.shape[-1]))
-    return {name: rows[0] if values[name].dim() == 2 else rows for name, rows in found.items()}
 
 
 # Lengths
