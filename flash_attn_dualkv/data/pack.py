@@ -94,11 +94,13 @@ def pack_shared_prompts(
     largest = samples.largest_token("prompts and responses", bounds)
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
     of_samples, firsts = images_of(images, len(prompts))
-    groups = samples.group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, firsts, ids)
+    begins = [*accumulate(lengths, initial=0)][:-1:2]
+    groups = samples.group(fetched, begins, prompt_lens, firsts, ids, max_responses_per_group)
     totals = [*map(int.__add__, prompt_lens, response_lens)]
     values = {name: samples.listed(name, one, totals) for name, one in named("row_values", row_values).items()}
     what = Tokens(tokens, response_lens, largest, None, values, group_values, of_samples)
-    return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
+    tree = PrefixTree.of_prompts(groups, prompt_lens, response_lens, boundary)
+    return pack_tokens(what, tree, pad_to_multiple_of, device, boundary == "replicate")
 
 
 @untraced
@@ -152,8 +154,12 @@ def pack_padded(
     (ids, counted, bounds, *fetched), labels = samples.fetch(wanted, group_ids, len(input_ids))
     largest = samples.largest_token("input_ids", bounds)
     (begins, lengths, *_), *others = numbers = counted.view(counts.shape).tolist()
-    for name, (_, _, *found) in zip(parts, numbers):
-        samples.check_ones(name, *found)
+    for name, (_, _, runs, wrong) in zip(parts, numbers):
+        if any(wrong):
+            raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
+        if max(runs, default=0) > 1:
+            got = f"a hole in row {[one > 1 for one in runs].index(True)}"
+            raise SharedPromptError(explain(name, "ones that stand together in each row", got))
     if others:
         prompt_lens, response_lens = lengths, others[0][1]
     else:
@@ -161,7 +167,8 @@ def pack_padded(
         response_lens = [total - length for total, length in zip(lengths, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
     of_samples, firsts = images_of(images, len(input_ids))
-    groups = samples.group(ids, [*map(int.__add__, rows, begins)], prompt_lens, firsts, labels)
+    begins = [*map(int.__add__, rows, begins)]
+    groups = samples.group(ids, begins, prompt_lens, firsts, labels, max_responses_per_group)
     count = sum(prompt_lens) + sum(response_lens)
 
     def flat(name: str, values: Any) -> Tensor:
@@ -174,7 +181,8 @@ def pack_padded(
     values = {name: flat(name, one) for name, one in named("row_values", row_values).items()}
     tokens = input_ids.flatten().index_select(0, kept)
     what = Tokens(tokens, response_lens, largest, None, values, group_values, of_samples)
-    return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
+    tree = PrefixTree.of_prompts(groups, prompt_lens, response_lens, boundary)
+    return pack_tokens(what, tree, pad_to_multiple_of, device, boundary == "replicate")
 
 
 @untraced
@@ -218,7 +226,7 @@ def pack_jagged(
     largest = samples.largest_token("input_ids", samples.extremes(ids[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
     of_samples, firsts = images_of(images, len(totals))
-    groups = samples.group(ids, offsets.tolist(), lengths, firsts, labels)
+    groups = samples.group(ids, offsets.tolist(), lengths, firsts, labels, max_responses_per_group)
     values = {}
     for (name, one), own in zip(by_token.items(), fetched[len(given) :]):
         rows = samples.position_rows(one)
@@ -230,7 +238,8 @@ def pack_jagged(
             raise SharedPromptError(explain(f"row_values[{name!r}]", expected, f"others: {checks.describe(own)}"))
         values[name] = (rows[0] if one.dim() == 2 else rows)[..., begin:end]
     what = Tokens(tokens[begin:end], response_lens, largest, None, values, group_values, of_samples)
-    return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
+    tree = PrefixTree.of_prompts(groups, lengths, response_lens, boundary)
+    return pack_tokens(what, tree, pad_to_multiple_of, device, boundary == "replicate")
 
 
 @untraced
@@ -298,10 +307,6 @@ def pack_prefix_tree(
         return [given[index] for index in indices]
 
     tokens, lengths = _checked(pick("sequences", sequences))
-    if tree is not None:
-        _check_tree(tree, total, indices, lengths, boundary)
-        expected = "None beside a tree, which says where nodes begin"
-        checks.check_absent(expected, borders=borders, min_shared=min_shared)
     if chosen is not None and isinstance(group_ids, Tensor):
         group_ids = checks.integers("group_ids", group_ids, 1).tolist()
     mask = None if loss_mask is None else samples.joined_mask(pick("loss_mask", loss_mask), lengths)
@@ -311,7 +316,9 @@ def pack_prefix_tree(
     if tree is None:
         nodes = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
     else:
-        nodes = _part(tree, indices, ids, groups)
+        expected = "None beside a tree, which says where nodes begin"
+        checks.check_absent(expected, borders=borders, min_shared=min_shared)
+        nodes = _part(tree, boundary, total, indices, lengths, ids, groups)
     scored = samples.scored_lens(marks[0], lengths) if marks else [max(0, length - 1) for length in lengths]
     by_token = {name: pick(f"row_values[{name!r}]", one) for name, one in named("row_values", row_values).items()}
     by_root = {name: pick(f"group_values[{name!r}]", one) for name, one in named("group_values", group_values).items()}
@@ -362,27 +369,6 @@ def group_by_prefix(
     return _built(ids, lengths, groups, boundary, min_shared, None)
 
 
-def _pack(
-    tokens: Tokens,
-    groups: list[list[int]],
-    prompt_lens: list[int],
-    boundary: Boundary,
-    max_responses_per_group: int | None,
-    pad_to_multiple_of: int | None,
-    device: torch.device | str | None,
-) -> PackedBatch:
-    """The samples of these groups, whose scored tokens are their responses."""
-    if max_responses_per_group is not None:
-        step = checks.integer("max_responses_per_group", max_responses_per_group, 1)
-        groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
-    tree = PrefixTree.of_prompts(groups, prompt_lens, tokens.scored_lens, checked_boundary(boundary))
-    # With "replicate" each scored token has a row of its own.
-    return pack_tokens(tokens, tree, pad_to_multiple_of, device, boundary == "replicate")
-
-
-# Trees
-
-
 def _built(
     ids: Tensor, lengths: list[int], groups: list[Any] | None, boundary: Any, min_shared: Any, borders: Any
 ) -> PrefixTree:
@@ -395,8 +381,13 @@ def _built(
     return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least, borders=borders)
 
 
-def _check_tree(tree: Any, total: int, chosen: Sequence[int], lengths: list[int], boundary: Any) -> None:
-    """SharedPromptError unless it may be that of `total` sequences, of which the chosen ones have these lengths."""
+def _part(
+    tree: Any, boundary: Any, total: int, chosen: Sequence[int], lengths: list[int], ids: Tensor, groups: Any
+) -> PrefixTree:
+    """The tree of the chosen ones of `total` sequences, which must be what it says.
+
+    Their tokens (on the host) and groups must be equal where they share rows.
+    """
     checks.instance("tree", tree, PrefixTree)
     if total != len(tree.sequence_lens):
         expected = f"that of these {total} sequences"
@@ -408,10 +399,6 @@ def _check_tree(tree: Any, total: int, chosen: Sequence[int], lengths: list[int]
     if boundary not in (None, tree.boundary):
         expected = f"None or {tree.boundary!r}, that of the tree"
         raise SharedPromptError(explain("boundary", expected, checks.describe(boundary)))
-
-
-def _part(tree: PrefixTree, chosen: Sequence[int], ids: Tensor, groups: list[Any] | None) -> PrefixTree:
-    """The tree of the chosen sequences, whose tokens (on the host) and groups must be equal where they share rows."""
     nodes = tree.part(chosen)
     rows = Spans.of(nodes).rows(torch.arange(len(ids), device=ids.device))
     of_rows = ids.new_empty(sum(nodes.node_lens)).index_copy_(0, rows, ids)

@@ -51,8 +51,11 @@ class PrefixTree:
         response_lens: Sequence[int],
         boundary: Boundary = "replicate",
     ) -> PrefixTree:
-        """The tree of depth two of the samples of each prompt; samples of no group have the leaf -1. Checks nothing."""
-        shift = SHIFTS[boundary]
+        """The tree of depth two of the samples of each prompt; samples of no group have the leaf -1.
+
+        With "replicate" each token of a response has a row of its own that scores it. Checks the boundary alone.
+        """
+        shift = SHIFTS[checked_boundary(boundary)]
         lens: list[int] = []
         parents: list[int] = []
         leaves = [-1] * len(prompt_lens)
@@ -154,14 +157,12 @@ class Spans(NamedTuple):
         rows = offsets_of(int64s(tree.node_lens))[:-1]
         sequence = (leaves >= 0).nonzero().view(-1)
         node = take(leaves, sequence)
-        levels = []
+        levels = [lengths.new_empty((2, 0))]
         while len(sequence):
             levels.append(torch.stack([sequence, node]))
             node = take(parents, node)
             rest = (node >= 0).nonzero().view(-1)
             sequence, node = take(sequence, rest), take(node, rest)
-        if not levels:
-            return Spans(lengths[:0], lengths[:0])
         sequence, node = torch.cat(levels[::-1], 1)  # the roots first
         order = sequence.argsort(stable=True)
         sequence, node = take(sequence, order), take(node, order)

@@ -125,15 +125,6 @@ def ones_of(mask: Tensor) -> tuple[Tensor, ...]:
     return (ones.cumsum(1) == 0).sum(1), ones.sum(1), rises, (~ones & (mask != 0)).sum(1)
 
 
-def check_ones(name: str, runs: Sequence[int], others: Sequence[int]) -> None:
-    """SharedPromptError unless the ones of each row stand together, and all else is 0."""
-    if any(others):
-        raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
-    for row, count in enumerate(runs):
-        if count > 1:
-            raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
-
-
 def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: Sequence[int]) -> list[int]:
     """Numbers of prompt tokens, one for each sequence and no longer than that."""
     given = checks.lengths(name, fetched[0].tolist() if fetched else lengths, len(totals), "samples")
@@ -201,6 +192,7 @@ def group(
     lengths: Sequence[int],
     images: Sequence[int],
     group_ids: Sequence[Hashable] | None,
+    most: Any = None,
 ) -> list[list[int]]:
     """Samples with the same prompt and images, or with the same id, where both must then be equal.
 
@@ -209,6 +201,7 @@ def group(
         begins, lengths: of each prompt among them.
         images: a number for each sample, equal for equal images.
         group_ids: one for each sample, or None.
+        most: `max_responses_per_group`.
     """
     if not lengths:
         raise SharedPromptError(explain("prompts", "at least one", 0))
@@ -216,16 +209,16 @@ def group(
         raise SharedPromptError(explain(f"prompts[{lengths.index(0)}]", "at least one token", 0))
     prompts = bytes_of(tokens, begins, lengths)
     if group_ids is None:
-        return groups_of(zip(_short_keys(prompts), images))
-    groups = groups_of(group_ids)
-    for members in groups:
-        first = members[0]
-        for other in members[1:]:
+        groups = groups_of(zip(_short_keys(prompts), images))
+    else:
+        groups = groups_of(group_ids)
+        for first, other in ((members[0], other) for members in groups for other in members[1:]):
             for what, one in (("prompts", prompts), ("images", images)):
                 if one[other] != one[first]:
                     expected = f"equal {what} of the samples with the id {group_ids[other]!r}"
                     raise SharedPromptError(explain("group_ids", expected, f"samples {first} and {other} differ"))
-    return groups
+    step = len(lengths) if most is None else checks.integer("max_responses_per_group", most, 1)
+    return [members[at : at + step] for members in groups for at in range(0, len(members), step)]
 
 
 # What is scored, and what belongs to rows and groups
