@@ -32,12 +32,10 @@ def images_of(images: Any, count: int) -> tuple[dict[str, list[Tensor | None]], 
     of_samples = [*zip(*values.values())]
     firsts = [*range(count)]
     for alike in groups_of(zip(*map(_glimpses, values.values()))):
-        different: list[int] = []
         for index in alike:
-            first = next((one for one in different if all(map(_are_equal, of_samples[one], of_samples[index]))), index)
-            firsts[index] = first
-            if first == index:
-                different.append(index)
+            # The last candidate is the sample itself.
+            different = (one for one in alike if firsts[one] == one)
+            firsts[index] = next(one for one in different if all(map(_are_equal, of_samples[one], of_samples[index])))
     return values, firsts
 
 
