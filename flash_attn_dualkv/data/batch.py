@@ -417,15 +417,13 @@ def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any,
     name = f"group_values[{name!r}]"
     values = checks.items(name, values, "values")
     check_count(name, values, len(tree.leaves), "samples")
-    found: dict[int, tuple[int, Any]] = {}
-    for index, (leaf, value) in enumerate(zip(tree.leaves, values)):
-        if leaf < 0:
-            continue
-        first, kept = found.setdefault(tree.roots[leaf], (index, value))
-        if not _are_equal(kept, value):
+    firsts: dict[int, int] = {}
+    for index, leaf in enumerate(tree.leaves):
+        first = firsts.setdefault(tree.roots[leaf], index) if leaf >= 0 else index
+        if not _are_equal(values[first], values[index]):
             expected = "one value for all samples of a group (or group_ids that keep them apart)"
             raise SharedPromptError(explain(name, expected, f"different ones of samples {first} and {index}"))
-    return tuple(found[root][1] for root in sorted(found))
+    return tuple(values[firsts[root]] for root in sorted(firsts))
 
 
 def _on(device: torch.device, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -53,21 +53,16 @@ def divide_rows(
     # Short rows: as many as have two tiles, but no fewer than a zigzag's.
     each = max(2, min(checks.integer("chunks", chunks, 1), rows // (2 * tile * ranks)))
     borders = [rows * index // (ranks * each) for index in range(ranks * each + 1)]
-    owners = _owners(_pairs(starts, above, borders), ranks, each)
-    return _snapped(starts, borders, owners, ranks, tile)
-
-
-def _pairs(starts: Sequence[int], parents: Sequence[int], borders: Sequence[int]) -> list[int]:
-    """Pairs of a query and a key that it sees, of the rows between borders."""
-    lens = [end - begin for begin, end in pairwise(starts)]
-    begins = path_begins(lens, parents)
+    begins = path_begins(lens, above)
     before = [*accumulate(map(visible_pairs, begins, lens), initial=0)]
 
-    def up_to(row: int) -> int:
+    def pairs(row: int) -> int:
+        # Visible pairs of the rows before this one.
         node = bisect_right(starts, row) - 1
         return before[node] + (visible_pairs(begins[node], row - starts[node]) if node < len(lens) else 0)
 
-    return [up_to(end) - up_to(begin) for begin, end in pairwise(borders)]
+    owners = _owners([pairs(end) - pairs(begin) for begin, end in pairwise(borders)], ranks, each)
+    return _snapped(starts, borders, owners, ranks, tile)
 
 
 def _owners(costs: Sequence[int], ranks: int, each: int) -> list[int]:
