@@ -122,7 +122,8 @@ class Tree:
         """
         # Slow tests are asked, too: some mutants are noticed by no other.
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", tests]
-        command += ["--noconftest"] if tests in COMPILED_FOR_THE_HOST else []  # these need no torch
+        # These need no torch, nor hypothesis, which its plugin imports at the end.
+        command += ["--noconftest", "-p", "no:hypothesispytest"] if tests in COMPILED_FOR_THE_HOST else []
         command += ["-k", select] if select else []
         try:
             result = subprocess.run(
