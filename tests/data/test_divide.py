@@ -67,7 +67,7 @@ def positions_of(table: list[Node]) -> dict[int, int]:
     return {node.q_begin + index: node.q_pos0 + index for node in table for index in range(node.q_len)}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(shapes(), st.integers(1, 6), st.integers(1, 9), st.sampled_from([1, 4, 16]))
 def test_queries_see_what_they_see_in_the_whole(shape: Shape, ranks: int, chunks: int, tile: int) -> None:
     lens, parents = shape
@@ -86,7 +86,7 @@ def test_queries_see_what_they_see_in_the_whole(shape: Shape, ranks: int, chunks
         assert positions_of(table) == {local: len(seen[row]) - 1 for local, row in enumerate(own)}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(shapes(), st.integers(2, 4), st.sampled_from([1, 4, 16]))
 def test_nodes_are_cut_at_tiles(shape: Shape, ranks: int, tile: int) -> None:
     lens, parents = shape

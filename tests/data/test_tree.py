@@ -29,7 +29,7 @@ def distinct_prefixes(sequences: Lists, groups: list[int] | None) -> int:
     return len({(g, *one[:end]) for g, one in zip(ids, sequences) for end in range(1, len(one) + 1)})
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     forests(),
     st.sampled_from(BOUNDARIES),
@@ -88,7 +88,7 @@ def fewest(sequences: Lists, least: int) -> int:
     return min(sums)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(forests(), st.integers(1, 20))
 def test_no_other_nodes_save_more(forest: tuple[Lists, Lists, list[int]], min_shared: int) -> None:
     """Among all choices of nodes, where each costs as much as min_shared tokens."""

@@ -85,7 +85,7 @@ def shared(one: list[int], other: list[int], borders: tuple[list[int], list[int]
     return max(end for end in ends if end == 0 or end + shift <= common)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(forests(), st.sampled_from(BOUNDARIES), st.data())
 def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None:
     """They are kept, and nodes are shared that agree in tokens and borders up to their end."""

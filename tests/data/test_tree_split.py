@@ -33,7 +33,7 @@ def pack(chosen: list[int], sequences: Lists, tree: PrefixTree, boundary: Any = 
     return pack_prefix_tree(sequences, tree=tree, chosen=chosen, boundary=boundary)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(forests(), st.sampled_from(BOUNDARIES), st.sampled_from([1, 2, 5]), st.integers(0, 15))
 def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> None:
     sequences = forest[0]
@@ -59,7 +59,7 @@ def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> No
             assert any(members <= {*one} for one in micro_batches), "a tree that fits was split"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(forests(), st.sampled_from(BOUNDARIES), st.sampled_from([1, 3]), st.data())
 def test_a_part_of_a_tree(forest: Forest, boundary: Any, min_shared: int, data: st.DataObject) -> None:
     """What is packed: with the tokens of the chosen sequences, and with the tree's borders."""
@@ -128,7 +128,7 @@ def cost_of(chosen: list[int], sequences: Lists, tree: PrefixTree, token_cost: f
     return sum(position + 1 + token_cost for position in batch.position_ids.tolist())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(forests(), st.integers(1, 4), st.sampled_from([0.0, 7.5]))
 def test_balance(forest: Forest, num_ranks: int, token_cost: float) -> None:
     """Equal counts; the costs that decide are those of the rows and pairs that are packed."""
