@@ -223,7 +223,7 @@ def test_repeated_prompts_share_pages(registered, steps):
 
 
 @pytest.mark.skipif(VERSION < (5, 18), reason="block tables beside windows")
-@pytest.mark.parametrize("returns", [1, 3])
+@pytest.mark.parametrize("returns", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_layers_beside_windows_share_pages(returns, steps, request):
     """Of a repeated prompt or of forks; the others have a ring of pages for each request."""
     window, requests = 20, 3

@@ -270,7 +270,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["GRPO", "GRPO, LoRA", SLOW("RLOO")])
 def test_training_with_images_equals_stock(name: str, tmp_path: Path) -> None:
     """Rollouts of TRL from its images column, divided into micro-batches; siblings are those of an image."""
     arguments = dict(processing_class=Processor(), train_dataset=pictures(), reward_funcs=of_chats)

@@ -22,7 +22,7 @@ sharing = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.s
 
 
 @pytest.mark.skipif(VERSION < (5, 8), reason="TRL needs transformers 5.8 for continuous batching")
-@pytest.mark.parametrize("attention", ["sdpa", "dualkv on eager"])
+@pytest.mark.parametrize("attention", ["sdpa", SLOW("dualkv on eager")])
 def test_rollouts_by_continuous_batching(attention: str, tmp_path: Path) -> None:
     """Which knows stock attention by its name: the model runs on that for as long as it generates."""
     tiny_models.dualkv.register("dualkv on eager", fallback="eager")
@@ -39,7 +39,8 @@ def test_rollouts_by_continuous_batching(attention: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("GRPO", dict(torch_compile_backend="eager", beta=0.1, arguments=dict(verify_first_steps=1))),
+        ("GRPO", dict(torch_compile_backend="eager")),
+        SLOW("GRPO", dict(torch_compile_backend="eager", beta=0.1, arguments=dict(verify_first_steps=1))),
         SLOW("GRPO", dict(torch_compile_backend="aot_eager", gradient_checkpointing=False)),
         SLOW("RLOO", dict(torch_compile_backend="eager", num_iterations=2)),
         SLOW("DPO", dict(torch_compile_backend="eager", per_device_train_batch_size=4, precompute_ref_log_probs=True)),
@@ -65,7 +66,7 @@ def test_compiled_models(kind: str, options: dict[str, Any], tmp_path: Path, fre
     assert not any("flash_attn_dualkv/data" in one or "flash_attn_dualkv/layout" in one for one in compiled)
 
 
-@pytest.mark.parametrize(("accumulated", "logged"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("accumulated", "logged"), [SLOW(1, 1), SLOW(2, 1), (2, 2), (4, 1)])
 def test_tokens_are_counted_over_all_forwards(
     accumulated: int, logged: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

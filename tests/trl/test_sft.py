@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY
 from tiny_tokenizer import tokenizer
-from tiny_trl import Dataset, check_runs, lora, model_on_disk, quiet, shared, train, trl
+from tiny_trl import SLOW, Dataset, check_runs, lora, model_on_disk, quiet, shared, train, trl
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 Ours = shared.SharedPromptSFTTrainer
@@ -58,16 +59,22 @@ def trainer(cls: Any, model: str, out: Path, kind: str, *, arguments: Any = None
         return cls(**both, peft_config=peft_config, **arguments)
 
 
-@pytest.mark.parametrize("kind", ["completions", "turns", "everything"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, dict(gradient_accumulation_steps=2, max_steps=2), dict(loss_type="dft", max_length=40)],
-    ids=["defaults", "accumulation", "dft and cut"],
-)
-def test_training_equals_stock(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+RUNS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "accumulation": dict(gradient_accumulation_steps=2, max_steps=2),
+    "dft and cut": dict(loss_type="dft", max_length=40),
+}
+KINDS = ["completions", "turns", "everything"]
+# Each kind and each run once; the other pairs are behind -m slow.
+QUICK = [*zip(RUNS, KINDS)]
+PAIRS = [one if one in QUICK else SLOW(*one) for one in product(RUNS, KINDS)]
+
+
+@pytest.mark.parametrize(("run", "kind"), PAIRS)
+def test_training_equals_stock(run: str, kind: str, tmp_path: Path) -> None:
     model = model_on_disk(tmp_path)
-    expected = train(trainer(trl.SFTTrainer, model, tmp_path, kind, **options))
-    got = train(trainer(Ours, model, tmp_path, kind, **options))
+    expected = train(trainer(trl.SFTTrainer, model, tmp_path, kind, **RUNS[run]))
+    got = train(trainer(Ours, model, tmp_path, kind, **RUNS[run]))
     check_runs(got, expected)
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= expected.logs[0].keys()
     assert sum(got.metric("fallbacks")) == 0
@@ -99,10 +106,10 @@ def test_lora_and_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "kind", "config", "arguments", "share"),
     [
-        ("arguments", "everything", dict(padding_free=True, max_length=None), {}, 1.0),
+        SLOW("arguments", "everything", dict(padding_free=True, max_length=None), {}, 1.0),
         ("arguments", "turns", dict(label_smoothing_factor=0.1), {}, 0.5),
         ("samples", "turns", {}, dict(min_shared=None), 1.0),
-        ("samples", "everything", {}, dict(max_responses_per_group=2), 1.0),
+        SLOW("samples", "everything", {}, dict(max_responses_per_group=2), 1.0),
         ("dedup_ratio", "turns", {}, dict(min_dedup_ratio=9.0), 1.0),
     ],
 )
