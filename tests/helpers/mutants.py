@@ -122,7 +122,7 @@ class Tree:
         """
         # Slow tests are asked, too: some mutants are noticed by no other.
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", tests]
-        # These need no torch, nor hypothesis, which its plugin imports at the end.
+        # These need neither conftest.py nor hypothesis, which its plugin imports at the end.
         command += ["--noconftest", "-p", "no:hypothesispytest"] if tests in COMPILED_FOR_THE_HOST else []
         command += ["-k", select] if select else []
         try:
