@@ -26,6 +26,8 @@ KINDS = [
     "called with the layout hook",
 ]  # fmt: skip
 RUNS = [*((3, kind) for kind in KINDS), (2, "untied"), (2, "lora on the head")]
+# A parameter of the head alone, and in an adapter; all others behind -m slow.
+QUICK = {(3, "untied"), (3, "lora on the head"), (2, "untied")}
 
 
 def _model(kind: str) -> Any:
@@ -58,10 +60,10 @@ def _logps(engine: Any, kind: str, samples: Samples) -> torch.Tensor:
     return logps.gather(-1, batch.targets[:, None])[:, 0] + 0.1 * entropy
 
 
-def _run_rank(rank: int, results: Any) -> None:
+def _run_rank(rank: int, runs: list[tuple[int, str]], results: Any) -> None:
     deepspeed = start_deepspeed(rank, 2)
     lm_head.LOGIT_ELEMENTS = 4 * VOCABULARY
-    for stage, kind in RUNS:
+    for stage, kind in runs:
         model = _model(kind)
         if "layout hook" in kind:
             dualkv.install_layout_hook(model)
@@ -86,12 +88,15 @@ def _run_rank(rank: int, results: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Any, dict[str, torch.Tensor]]:
-    """The parameters after all steps, of both ranks in one start of the processes."""
-    return run_ranks(_run_rank, 2)
+def found(request: pytest.FixtureRequest) -> dict[Any, dict[str, torch.Tensor]]:
+    """The parameters after all steps, of both ranks in one start of the processes, which do the selected runs."""
+    selected = [one.callspec.params for one in request.session.items if one.path == request.path]
+    return run_ranks(_run_rank, 2, [(one["stage"], one["kind"]) for one in selected])
 
 
-@pytest.mark.parametrize(("stage", "kind"), RUNS)
+@pytest.mark.parametrize(
+    ("stage", "kind"), [pytest.param(*run, marks=[pytest.mark.slow] * (run not in QUICK)) for run in RUNS]
+)
 def test_steps_equal_stock(stage: int, kind: str, found: Any) -> None:
     model = _model(kind)
     base = model.get_base_model() if "lora" in kind else model
