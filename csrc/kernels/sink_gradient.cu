@@ -11,10 +11,10 @@
 namespace dualkv {
 namespace {
 
-constexpr int kSinkThreads = 1024;
+constexpr int kSinkWarps = 32, kSinkThreads = kSinkWarps * 32;  // a lane adds up a sum of each warp
 
 __global__ void __launch_bounds__(kSinkThreads) dualkv_sink_gradient(const SinkGradientArgs a) {
-  __shared__ float warp_sums[32];
+  __shared__ float warp_sums[kSinkWarps];
   const int head = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float sink = a.sinks[head];
   const float* const lse = a.lse + head * a.rows;
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kSinkThreads) dualkv_sink_gradient(const SinkG
   if (lane == 0) warp_sums[warp] = sum;
   __syncthreads();
   if (warp > 0) return;
-  sum = add_lanes(lane < kSinkThreads / 32 ? warp_sums[lane] : 0.f);
+  sum = add_lanes(warp_sums[lane]);
   if (lane == 0) a.dsinks[head] = sum;
 }
 
