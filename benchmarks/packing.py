@@ -25,11 +25,13 @@ class Arrangement:
 
     Attributes:
         every: the packed rows of all micro-batches, where this is one of several.
+        sinks: what ``attention`` depends on beside its arguments; a leaf, or None.
     """
 
     rows: Tensor
     attention: Attention
     every: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def copies(self) -> Tensor:
@@ -42,7 +44,8 @@ class Prepared:
     """One implementation, ready to be called on one source.
 
     Attributes:
-        leaves: what ``run`` computes the output from; the first ``with_rows`` have rows as the output.
+        leaves: what ``run`` computes the output from; the first ``with_rows`` have rows as the output, the next
+            ``whole`` none: all of their gradients is compared.
         dout: the gradient of the output.
         rows: the row of the source that each row of the output stands for.
         copies: how many stand for each row of the source.
@@ -55,6 +58,7 @@ class Prepared:
     rows: Tensor
     copies: Tensor
     with_rows: int = 0
+    whole: int = 0
     base: Tensor | None = None
 
     def backward(self, out: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:
@@ -62,13 +66,14 @@ class Prepared:
         return torch.autograd.grad(out, self.leaves, self.dout, retain_graph=retain_graph)
 
     def sampled(self, out: Tensor, gradients: Sequence[Tensor], which: Tensor) -> list[Tensor]:
-        """Rows of the source: of the output the mean of their copies, of gradients the sum.
+        """Rows of the source: of the output the mean of their copies, of gradients the sum. Then gradients as they are.
 
-        One of several micro-batches gives its share of both.
+        One of several micro-batches gives its share of all.
         """
         out = out.detach() if self.base is None else out.detach() - self.base
         sums = [self.folded(one, which) for one in (out, *gradients[: self.with_rows])]
-        return [shared(sums[0], self.copies[which]), *sums[1:]]
+        whole = gradients[self.with_rows : self.with_rows + self.whole]
+        return [shared(sums[0], self.copies[which]), *sums[1:], *map(wide, whole)]
 
     def folded(self, values: Tensor, which: Tensor) -> Tensor:
         """Sums, at least in fp32, of the values' rows that stand for each of the rows ``which`` of the source."""
@@ -80,11 +85,15 @@ class Prepared:
 
 
 def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, how: Arrangement) -> Prepared:
-    """Attention alone, on random normal data (zeros would draw less power and run faster). Leaves are q, k and v."""
+    """Attention alone, on random normal data (zeros would draw less power and run faster).
+
+    Leaves are q, k, v and, where there are any, sinks, which a trainer trains.
+    """
     source, rows, copies = make_source(shape, dtype, device), how.rows.to(device), how.copies.to(device)
     q, k, v = (leaf(one[rows]) for one in source[:3])
     dout = shared(source[3], copies)[rows]
-    return Prepared((q, k, v), dout, lambda: how.attention(q, k, v), rows, copies, with_rows=3)
+    leaves = (q, k, v) if how.sinks is None else (q, k, v, how.sinks)
+    return Prepared(leaves, dout, lambda: how.attention(q, k, v), rows, copies, with_rows=3, whole=len(leaves) - 3)
 
 
 def make_source(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from packing import Arrangement, Attention, cumulative, heads_first, packed_rows, path_rows
+from packing import Arrangement, Attention, cumulative, heads_first, leaf, packed_rows, path_rows
 from shapes import MOST_ELEMENTS, Shape
 from torch import Tensor
 
@@ -90,15 +90,16 @@ def arrange_ours(shape: Shape, device: torch.device, deterministic: bool = False
         return [Arrangement(packed_rows(shape), varlen_attention(kernel, shape.responses, device))]
     layout = SharedPromptLayout.from_tree(*zip(*shape.nodes), device=device)
     options: dict[str, Any] = {"sliding_window": shape.window or None, "softcap": float(shape.softcap)}
-    options |= {"sinks": sinks_of(shape, device), "deterministic": deterministic}
-    return [Arrangement(packed_rows(shape), lambda q, k, v: shared_prompt_attention(q, k, v, layout, **options))]
+    options |= {"sinks": (sinks := sinks_of(shape, device)), "deterministic": deterministic}
+    attention = lambda q, k, v: shared_prompt_attention(q, k, v, layout, **options)  # noqa: E731
+    return [Arrangement(packed_rows(shape), attention, sinks=sinks)]
 
 
 def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
-    """(H,) bf16, the same for all implementations."""
+    """(H,) bf16, the same values for all implementations; a leaf."""
     if not shape.sinks:
         return None
-    return torch.randn(shape.heads, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    return leaf(torch.randn(shape.heads, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16))
 
 
 def own_kernels() -> str:
@@ -238,20 +239,21 @@ def fa4_varlen() -> VarlenKernel:
     return kernel
 
 
-def fa4_options(shape: Shape, device: torch.device) -> dict[str, Any]:
+def fa4_options(shape: Shape, sinks: Tensor | None) -> dict[str, Any]:
     """How FlashAttention-4 names windows, softcaps and sinks."""
     found: dict[str, Any] = {"window_size": (shape.window - 1, 0)} if shape.window else {}
     found |= {"softcap": float(shape.softcap)} if shape.softcap else {}
-    return found | ({"learnable_sink": sinks_of(shape, device)} if shape.sinks else {})
+    return found | ({} if sinks is None else {"learnable_sink": sinks})
 
 
 def arrange_replicated(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
     """Standard packing: the path of every leaf as a sequence of its own; of trees, micro-batch after micro-batch."""
-    kernel = load() if shape.is_plain else partial(load(), **fa4_options(shape, device))
+    sinks = sinks_of(shape, device)
+    kernel = load() if shape.is_plain else partial(load(), **fa4_options(shape, sinks))
     every, found = torch.cat(path_rows(shape, shape.leaves)), []
     for leaves in shape.micro_batches() if shape.is_tree else [shape.leaves]:
         attention = varlen_attention(kernel, [shape.ends[leaf] for leaf in leaves], device)
-        found.append(Arrangement(torch.cat(path_rows(shape, leaves)), attention, every))
+        found.append(Arrangement(torch.cat(path_rows(shape, leaves)), attention, every, sinks))
     return found
 
 

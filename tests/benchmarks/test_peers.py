@@ -74,9 +74,10 @@ def test_layer(shape: Shape, packages: None) -> None:
     ],
 )  # fmt: skip
 def test_options_mean_the_same_to_peers(name: str, packages: None) -> None:
-    """Windows, softcaps, sinks and widths of V as this library, FlashAttention-4 and cuDNN are told of them."""
+    """Windows, softcaps, sinks, which are trained, and widths of V as this library and its peers are told of them."""
     shape = shapes.parse(name)
     expected = outcome(peers.ours(None), shape)
+    assert len(expected) == 4 + shape.sinks and (not shape.sinks or expected[-1].count_nonzero() == shape.heads)
     others = [one for one in peers.peers() if not one.refuses(shape)]
     has_both = bool(shape.softcap or shape.sinks)
     assert [one.name for one in others] == ["cudnn_flex"] * (not has_both) + ["fa4_replicated"] * (not shape.is_tree)

@@ -65,7 +65,7 @@ def outcome(impl: Implementation, shape: Shape, prepare: Any = packing.prepare_a
         out = prepared.run()
         assert prepared.dout.shape == out.shape
         gradients = prepared.backward(out)
-        shares.append([*prepared.sampled(out, gradients, rows), *gradients[prepared.with_rows :]])
+        shares.append([*prepared.sampled(out, gradients, rows), *gradients[prepared.with_rows + prepared.whole :]])
         computed += len(out)
     is_replicated = impl.name.endswith(("_replicated", "_flattened"))
     assert computed == (shape.replicated_tokens if is_replicated else shape.packed_tokens)

@@ -27,7 +27,7 @@ def one_sequence(
         hidden = hidden | (behind > left)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sink is not None:
-        scores = torch.cat([scores, sink.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)], -1)
+        scores = torch.cat([scores, sink[:, None, None].expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
@@ -49,6 +49,7 @@ def flash_attn_varlen_func(
     sizes = [cu.diff().tolist() for cu in (cu_seqlens_q, cu_seqlens_k)]
     assert [max(one) for one in sizes] == [max_seqlen_q, max_seqlen_k] and not deterministic
     assert learnable_sink is None or learnable_sink.shape == (q.shape[1],)
-    options = softmax_scale or q.shape[2] ** -0.5, causal, window_size, learnable_sink, softcap
+    sink = None if learnable_sink is None else learnable_sink.to(q.dtype)  # its gradient is rounded once
+    options = softmax_scale or q.shape[2] ** -0.5, causal, window_size, sink, softcap
     parts = zip(q.split(sizes[0]), k.split(sizes[1]), v.split(sizes[1]))
     return torch.cat([one_sequence(*part, *options) for part in parts]), None
