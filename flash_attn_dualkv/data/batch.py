@@ -370,7 +370,7 @@ def pack_tokens(
     else:
         before = selected(torch.arange(len(ids), device=device), mask, scored).sub_(1)
     token_index, targets = spans.rows(before), take(ids, before + 1)
-    # Of each row the target that comes first among those that it scores.
+    # The target that comes first among those that a row scores.
     first = targets.new_full((rows + pad,), scored)
     first.scatter_reduce_(0, token_index, torch.arange(scored, device=device), "amin")
     group_values = named("group_values", tokens.group_values)
