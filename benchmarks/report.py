@@ -192,15 +192,22 @@ KINDS: dict[str, Kinds] = {
 }
 
 
-def section(figures: pd.DataFrame, kinds: Kinds, latest: str) -> list[str]:
-    """The tables of a benchmark, kind by kind; in each one for each commit, the newest first."""
+def most_measured(figures: pd.DataFrame) -> str:
+    """The kernels that have the most of these figures, of several the newest: those of a page and the headline."""
+    found = figures.groupby("kernels").agg(cells=("impl", "size"), date=("date", "max"))
+    return str(found.sort_values(["cells", "date"]).index[-1])
+
+
+def section(figures: pd.DataFrame, kinds: Kinds, main: str) -> list[str]:
+    """The tables of a benchmark, kind by kind; in each one for each commit: `main`, then the others, newest first."""
     kind = pd.Series([next(name for name, is_it in kinds.items() if is_it(row)) for row in figures.itertuples()])
     parts = []
     for name in (one for one in reversed(kinds) if (kind == one).any()):
         chosen = figures[kind == name]
         parts += [f"### {name}"] if name else []
-        for commit, date in chosen.groupby("kernels")["date"].max().sort_values(ascending=False).items():
-            parts += [] if commit == latest else [f"Older, `{commit[:12]}` of {date[:10]}:"]
+        dates = chosen.groupby("kernels")["date"].max().sort_values(ascending=False)
+        for commit in sorted(dates.index, key=lambda one: one != main):
+            parts += [] if commit == main else [f"Other kernels, `{commit[:12]}` of {dates[commit][:10]}:"]
             parts.append(markdown(table_of(chosen[chosen["kernels"] == commit].reset_index(drop=True)), left=2))
     return parts
 
@@ -215,20 +222,21 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
     runs = frame.drop_duplicates("file").sort_values("file")
     if unused := sorted({*runs["file"]} - {*figures["file"], *streams["file"]}):
         raise ResultError(f"{folder}: newer files have all that is in {', '.join(unused)}, which can go")
-    gpu, last = frame["gpu"].iloc[0], frame.loc[frame["date"].idxmax()]
+    gpu, main = frame["gpu"].iloc[0], most_measured(figures)
+    last = frame.loc[frame["date"].where(frame["kernels"] == main).idxmax()]
     parts = {"stream": stream_table(streams) if len(streams) else ""}
     for name, kinds in KINDS.items():
         own = figures[figures["benchmark"] == name].reset_index(drop=True)
-        plot = bars(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png")
-        parts[name] = "\n\n".join([*plot, *section(own, kinds, last["kernels"])])
+        plot = bars(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png", main)
+        parts[name] = "\n\n".join([*plot, *section(own, kinds, main)])
     links = runs["file"].map("[{0}]({0}.json)".format)
     files = pd.DataFrame({"file": links, "commit": runs["commit"].str[:12], "date": runs["date"].str[:10]})
     matmul = frame["matmul_tflops"].dropna()
     return filled(
-        "machine", parts, gpu=gpu, commit=last["kernels"][:12], date=last["date"][:10],
+        "machine", parts, gpu=gpu, commit=main[:12], date=last["date"][:10],
         torch=" and ".join(frame["torch"].unique()), cuda=" and ".join(frame["cuda"].unique()),
         versions=last["versions"] and f"; {last['versions']}", slowest=matmul.min(), fastest=matmul.max(),
-        older=" Tables that name an older commit are of its kernels." if frame["kernels"].nunique() > 1 else "",
+        others=" Tables that name another commit are of its kernels." if frame["kernels"].nunique() > 1 else "",
         files=markdown(files, left=3),
     )  # fmt: skip
 
@@ -237,15 +245,14 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
 
 
 def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
-    """Rows of one commit: that with the most figures, of several the newest; their table, and the commit."""
+    """Rows of one commit, their table, and the commit."""
     facts = cells(frame[frame["benchmark"].isin(HEADLINE)])
     wanted = [(name, shape) for name, shapes in HEADLINE.items() for shape in shapes]
     facts = facts.merge(pd.DataFrame(wanted, columns=["benchmark", "shape"]).reset_index(names="group"))
     facts = facts[facts["impl"].isin((OURS, *HEADLINE_PEERS)) & facts["ms"].notna()]
     facts["peers"] = facts.groupby(["file", "shape"])["impl"].transform("count") - 1
     facts = facts[facts["peers"] > 0]
-    commits = facts.groupby("kernels").agg(cells=("impl", "size"), date=("date", "max"))
-    commit = commits.sort_values(["cells", "date"]).index[-1]
+    commit = most_measured(facts)
     # The process of a shape with the most peers, of equal ones the newest.
     facts = facts[facts["kernels"] == commit].sort_values(["group", "peers", "date", "rank"])
     facts = facts[facts["file"] == facts.groupby("group")["file"].transform("last")]
@@ -260,15 +267,19 @@ def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     return facts, markdown(pd.DataFrame(lines), left=1), commit
 
 
-def bars(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
-    """A bar for each shape and peer: its time over this library's. Returns what a page shows the plot with."""
+def bars(figures: pd.DataFrame, heading: str, path: Path, main: str) -> list[str]:
+    """A bar for each shape and peer: its time over this library's. Returns what a page shows the plot with.
+
+    It is of the kernels `main`, or the newest where these have no figures.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     figures = figures[figures["ratio"].notna() & ~figures["impl"].str.startswith("dualkv")]
-    figures = figures[figures["kernels"] == figures.loc[figures["date"] == figures["date"].max(), "kernels"].max()]
     if figures.empty:
         return []
+    newest = figures.loc[figures["date"] == figures["date"].max(), "kernels"].max()
+    figures = figures[figures["kernels"] == (main if (figures["kernels"] == main).any() else newest)]
     last = figures.drop_duplicates(["what", "impl"], keep="last")
     ratios = last.pivot(index="what", columns="rank", values="ratio").loc[figures["what"].unique()[::-1], ::-1]
     names = [list(LABELS)[rank] for rank in ratios]
@@ -314,7 +325,7 @@ def render(folder: Path = RESULTS) -> list[Path]:
     best = max(frames, key=lambda machine: (frames[machine]["benchmark"].nunique(), len(frames[machine])))
     gpu = frames[best]["gpu"].iloc[0]
     figures, table, commit = headline(frames[best])
-    bars(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png")
+    bars(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png", commit)
     kernels = f"all of the kernels of commit `{commit[:12]}`"
     text = f"{table}\n\nEvery row is of one process, {kernels}; ratios are to this library's time."
     machines = [f"- [{frame['gpu'].iloc[0]}]({machine.name}/README.md)" for machine, frame in frames.items()]

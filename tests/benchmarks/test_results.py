@@ -131,12 +131,12 @@ def test_pages_and_plots(tmp_path: Path) -> None:
     report.render(tmp_path)
     page = re.sub(" +", " ", (machine / "README.md").read_text())
     for line in (
-        "Commit `0123456789ab` of 2026-11-21; .* Tables that name an older commit are of its kernels.",
+        "Commit `0123456789ab` of 2026-11-21; .* Tables that name another commit are of its kernels.",
         r"\| 28 x 16K x 2K \| this library \| 10.0 \| \d+ \| \d+% \| 20.0 .* 30.0 \| 1.00 \| 4.5 \|",
         r"\| \| this library, deterministic \| \| \| \| 12.0 .*\| \| 0.60 \| 4.5 \|",
         r"\| \| cuDNN Flex Attention \| 10.4 .*\| 31.2 \| 1.04 \| 4.5 \|",
         r"\| \| FlashAttention-2, prompt replicated \|.*\| out of memory \| \| \|",
-        "Older, `ffffffffffff` of 2026-11-20:",
+        "Other kernels, `ffffffffffff` of 2026-11-20:",
         r"\| tree comb \| this library \| 1.00 \|.*\| 3.00 \| 1.00 \| 4.5 \|",
         r"\| 16 x 8K x 131..2048 \| this library \| 1000 \| 2000 \| 3000 \| 1.00 \| 4.5 \| \d+\.\d \|",
         r"\| this library \| 0123456789ab \| 3 \| 2.00 \| 0.50 \| 19.0 \| 12 \| 0 \|",
