@@ -85,6 +85,12 @@ def test_sinks(variant: Variant, options: Options) -> None:
         check_errors(run(inputs, layout.nodes, deterministic, variant=variant), expected, inputs.q.dtype)
 
 
+def test_sinks_of_many_rows_d64() -> None:
+    """Their gradient where a thread adds up several rows."""
+    layout, inputs = data(([64] * 40, [-1] * 40), head_dim=64, heads=(2, 1), dtype=torch.bfloat16, sinks=True)
+    check_errors(run(inputs, layout.nodes), exact(inputs, layout.nodes), torch.bfloat16)
+
+
 PAIRS = [(192, 128), (128, 64), (64, 128), (96, 40), (256, 8), (40, 200), (72, 72), (512, 264), (40, 328)]
 
 
