@@ -222,7 +222,8 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
     runs = frame.drop_duplicates("file").sort_values("file")
     if unused := sorted({*runs["file"]} - {*figures["file"], *streams["file"]}):
         raise ResultError(f"{folder}: newer files have all that is in {', '.join(unused)}, which can go")
-    gpu, main = frame["gpu"].iloc[0], most_measured(figures)
+    # A machine may have streams alone.
+    gpu, main = frame["gpu"].iloc[0], most_measured(figures if len(figures) else frame)
     last = frame.loc[frame["date"].where(frame["kernels"] == main).idxmax()]
     parts = {"stream": stream_table(streams) if len(streams) else ""}
     for name, kinds in KINDS.items():

@@ -152,6 +152,21 @@ def test_pages_and_plots(tmp_path: Path) -> None:
         assert (tmp_path / image).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_page_is_of_the_kernels_with_the_most_figures(tmp_path: Path) -> None:
+    """Whatever was measured last; a machine may have streams alone."""
+    later = {"commit": "e" * 40, "date": "2026-11-23T00:00:00+00:00"}
+    few = result(bench_model, "16x8Kx131-2048", {report.OURS: 1000.0}, later)
+    machine, other = write(tmp_path, kernel=kernel_result(), few=few), tmp_path / "NVIDIA-H100"
+    streams = stream_result()
+    streams["header"]["gpu"] = "NVIDIA H100"
+    other.mkdir()
+    (other / "stream.json").write_text(json.dumps(streams))
+    report.render(tmp_path)
+    page = (machine / "README.md").read_text()
+    assert "Commit `0123456789ab` of 2026-11-21; " in page and "Other kernels, `eeeeeeeeeeee` of 2026-11-23:" in page
+    assert "Commit `0123456789ab` of 2026-11-21; " in (other / "README.md").read_text()
+
+
 def test_ratios_are_of_one_process(tmp_path: Path) -> None:
     """The newest file of each peer that has this library; files without it, and replaced ones, go."""
     old, new, peer = kernel_result(**OLDER), kernel_result(speed=2.0), kernel_result(speed=4.0)
