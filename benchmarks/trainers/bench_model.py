@@ -8,7 +8,6 @@
     python benchmarks/trainers/bench_model.py --preset models              # gpt-oss, Gemma 3, Qwen3.5, DeepSeek-V3
     python benchmarks/trainers/bench_model.py --preset images              # Qwen3-VL-8B, tower included
     python benchmarks/trainers/bench_model.py --preset unread              # Gemma 4 E2B, with rows that nobody reads
-    python benchmarks/trainers/bench_model.py --preset last-layer          # Llama 3.2 1B likewise, in its last layer
 
 All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
 an optimizer. This library goes through `shared_prompt_forward`, as its README says. Peers of Qwen3 get one packed row
@@ -292,9 +291,6 @@ PRESETS = {
     "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
     "images": ("qwen3-vl-8b-16x4Kx512",),
     "unread": tuple(f"gemma4-e2b-{one}" for one in ("16x256x1K", "16x8Kx131-2048", "8x16Kx1K", "8x16Kx256")),
-    "last-layer": tuple(
-        f"llama3.2-1b-{one}" for one in ("4-groups-of-2x2Kx512", "4-groups-of-2x4Kx64", "8-groups-of-4x2000x8")
-    ),
     "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
 }
 SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2}

@@ -170,7 +170,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "shared_prompt_values": (
         dualkv.shared_prompt_values,
-        dict(model=CLASSIFIER, batch=TREE_BATCH, rows=None, self_check=True, drop_unread=True),
+        dict(model=CLASSIFIER, batch=TREE_BATCH, rows=None, self_check=True),
     ),
     "row_inputs": (dualkv.row_inputs, dict(model=MODEL, batch=BATCH, layout=None)),
     "install_layout_hook": (

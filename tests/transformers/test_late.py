@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows that nobody reads leave before the layers without keys of their own, or the last one; nothing else changes."""
+"""Unread rows leave before the layers without keys of their own; nothing else changes."""
 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +32,7 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError, layout, pack_prefix_tree
-from flash_attn_dualkv.integrations.transformers.late import OWNERS, late_layers, late_layout
+from flash_attn_dualkv.integrations.transformers.late import late_layers
 from flash_attn_dualkv.integrations.transformers.structure import decoder_of
 
 LAYERS, SHARED = 6, 4
@@ -49,9 +48,6 @@ SIZES = {
     # A quarter of the first layer's MLP is active.
     "gemma3n_text": dict(_SIZES, laurel_rank=8, activation_sparsity_pattern=[0.75, *[0.0] * (LAYERS - 1)]),
 }
-# Models whose last layer owns its keys: with windows, norms behind attention, MLPs beside it, fused
-# projections.
-_OWNERS: dict[str, dict[str, Any]] = {name: FAMILIES[name].options if name in FAMILIES else {} for name in OWNERS}
 # Two long prompts, one that is too short to leave; an answer without tokens, and rows of padding.
 SAMPLES = Samples.random([(90, [5, 9, 0]), (130, [70, 3]), (2, [8])]).take([0, 3, 1, 5, 2, 4])
 PACKINGS = (dict(), dict(boundary="gather"), dict(pad_to_multiple_of=256))
@@ -63,8 +59,7 @@ def model_of(name: str, **options: Any) -> Any:
         pytest.skip("not in this version")
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        sizes = SIZES[name] if name in SIZES else {**COMMON, **_OWNERS[name]}
-        config = transformers.AutoConfig.for_model(name, **{**sizes, **options})
+        config = transformers.AutoConfig.for_model(name, **{**SIZES[name], **options})
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv")
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.15)
@@ -95,14 +90,7 @@ def counted(model: Any) -> Iterator[list[int]]:
             del one.forward
 
 
-# One of each kind of late layers.
-KINDS = [name for name in ("gemma4_text", "llama") if name in transformers.CONFIG_MAPPING]
 Found = tuple[Tensor, dict[str, Tensor]]
-
-
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    """Of models whose last layer owns its keys two are quick, without windows and with them."""
-    return [pytest.mark.slow] * (name in _OWNERS and name not in ("llama", "gemma3_text"))
 
 
 def computed(model: Any, batch: PackedBatch, run: Any = None, **options: Any) -> Found:
@@ -138,8 +126,8 @@ def check_leaves(model: Any, batch: PackedBatch) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param(name, options, marks=marks(name) or [pytest.mark.slow] * (bool(options) and name not in KINDS))
-        for name in (*SIZES, *_OWNERS)
+        pytest.param(name, options, marks=[pytest.mark.slow] * (bool(options) and name != "gemma4_text"))
+        for name in SIZES
         for options in PACKINGS
     ],
     ids=str,
@@ -148,7 +136,7 @@ def test_prompts_leave(name: str, options: dict[str, Any]) -> None:
     check_leaves(model_of(name), SAMPLES.pack(**options))
 
 
-@pytest.mark.parametrize("name", [*SIZES, "llama", "gemma3_text"])
+@pytest.mark.parametrize("name", SIZES)
 def test_a_single_row_leaves_and_comes_between(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees, whose masks have several spans in a node: every row that scores nothing leaves."""
     monkeypatch.setattr(layout, "MIN_LEAVING", 1)
@@ -164,7 +152,7 @@ def test_a_single_row_leaves_and_comes_between(name: str, monkeypatch: pytest.Mo
         check_leaves(model, batch)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in (*SIZES, *_OWNERS)])
+@pytest.mark.parametrize("name", SIZES)
 def test_equals_replicated_prompts(name: str) -> None:
     model = model_of(name)
     twin = stock_twin(model, FAMILIES[name].stock if name in FAMILIES else "sdpa")
@@ -185,10 +173,9 @@ def test_observations_leave() -> None:
     check_leaves(model, batch)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_activation_checkpointing(name: str) -> None:
+def test_activation_checkpointing() -> None:
     """Layers are computed again in the backward, where nothing of the forward is left."""
-    model, batch = model_of(name), SAMPLES.pack()
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
     expected = computed(model, batch, drop_unread=False)
     model.gradient_checkpointing_enable(dict(use_reentrant=False))
     model.train()
@@ -200,10 +187,9 @@ def test_activation_checkpointing(name: str) -> None:
     assert rows[-2 * (len(early) + late) :] == [*early, *[queries] * 2 * late, *early]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_lora(name: str) -> None:
+def test_lora() -> None:
     peft = pytest.importorskip("peft")
-    model, batch = model_of(name), SAMPLES.pack()
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "o_proj", "down_proj"], lora_dropout=0.0)
     wrapped = peft.get_peft_model(model, config)
     with torch.no_grad():
@@ -215,10 +201,9 @@ def test_lora(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma4_text", "llama"])
-def test_compiled_layers(name: str) -> None:
+def test_compiled_layers() -> None:
     """The first of those that rows do not reach, and the last, traced with their hooks."""
-    model, batch = model_of(name), SAMPLES.pack()
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
     expected = computed(model, batch, drop_unread=False)
     late = late_layers(decoder_of(model))
     for one in {late[0], late[-1]}:
@@ -226,10 +211,9 @@ def test_compiled_layers(name: str) -> None:
     check(computed(model, batch), expected)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_forward_of_ones_own(name: str) -> None:
+def test_a_forward_of_ones_own() -> None:
     """With the hook, which prepares the layers; rows that have left are filled with something finite."""
-    model, batch = model_of(name), SAMPLES.pack()
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
     dualkv.install_layout_hook(model, self_check=False)
     late = replace(batch.layout, late=batch.late_layout)
     with torch.no_grad(), counted(model) as rows:
@@ -241,10 +225,9 @@ def test_a_forward_of_ones_own(name: str) -> None:
     assert got.isfinite().all()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_logits_of_some_rows(name: str) -> None:
+def test_logits_of_some_rows() -> None:
     """Those that are read are these, whatever the batch scores."""
-    model, batch = model_of(name), SAMPLES.pack()
+    model, batch = model_of("gemma4_text"), SAMPLES.pack()
     rows = batch.last_rows[[3, 0, 3]]
     late, tokens = batch.layout.reading(rows), batch.layout.num_tokens
     with torch.no_grad(), counted(model) as seen:
@@ -266,8 +249,8 @@ WRAPPERS = ("ddp", "fsdp1", "fsdp2")
 
 
 def _run_rank(rank: int, results: Any) -> None:
-    for name, wrapper in product(KINDS, WRAPPERS):
-        model = model_of(name, tie_word_embeddings=False).train()
+    for wrapper in WRAPPERS:
+        model = model_of("gemma4_text", tie_word_embeddings=False).train()
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         batch = SAMPLES.take([[0, 1, 2, 3], [4, 5]][rank]).pack()
         wrapped = ranks.wrap(model, wrapper, torch.device("cpu"))
@@ -275,7 +258,7 @@ def _run_rank(rank: int, results: Any) -> None:
             logps, _ = dualkv.shared_prompt_forward(wrapped, batch)
             rows = rows[-len(decoder_of(model).layers) :]
             logps.sum().backward()
-        results[rank, name, wrapper] = logps.detach(), rows, ranks.whole_gradients(wrapped, model)
+        results[rank, wrapper] = logps.detach(), rows, ranks.whole_gradients(wrapped, model)
 
 
 @pytest.mark.slow
@@ -283,17 +266,16 @@ def test_wrapped_models() -> None:
     """Log-probabilities of each rank's own samples, and the mean of the ranks' gradients."""
     found = run_ranks(_run_rank, 2)
     shares = [SAMPLES.take(index).pack() for index in ([0, 1, 2, 3], [4, 5])]
-    for name in KINDS:
-        model = model_of(name, tie_word_embeddings=False)
-        logps = [dualkv.shared_prompt_forward(model, one, drop_unread=False)[0] for one in shares]
-        (sum(one.sum() for one in logps) / 2).backward()
-        expected = gradients(model)
-        count = len(late_layers(decoder_of(model)))
-        for rank, wrapper in product(range(2), WRAPPERS):
-            got, rows, gradient = found[rank, name, wrapper]
-            late = shares[rank].late_layout
-            assert rows == [late.num_tokens] * (len(rows) - count) + [late.num_queries] * count
-            check((got, gradient), (logps[rank].detach(), expected))
+    model = model_of("gemma4_text", tie_word_embeddings=False)
+    logps = [dualkv.shared_prompt_forward(model, one, drop_unread=False)[0] for one in shares]
+    (sum(one.sum() for one in logps) / 2).backward()
+    expected = gradients(model)
+    count = len(late_layers(decoder_of(model)))
+    for rank, wrapper in product(range(2), WRAPPERS):
+        got, rows, gradient = found[rank, wrapper]
+        late = shares[rank].late_layout
+        assert rows == [late.num_tokens] * (len(rows) - count) + [late.num_queries] * count
+        check((got, gradient), (logps[rank].detach(), expected))
 
 
 # --- who else reads rows ----------------------------------------------------------------------------------------------
@@ -333,17 +315,9 @@ def test_a_hook_that_reads_no_late_rows() -> None:
     assert seen[-1] == batch.layout.num_tokens
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4_text"])
-def test_a_hook_that_scales_gradients(name: str) -> None:
-    """Those of what the last layer is given are whole, keys of rows that nobody reads among them."""
-    model, batch = model_of(name), SAMPLES.pack()
-    model.model.layers[-1].register_full_backward_hook(lambda _module, found, _: (0.5 * found[0], *found[1:]))
-    check(computed(model, batch), computed(model, batch, drop_unread=False))
-
-
 def test_models_without_late_layers() -> None:
-    """Models of whose last layer nothing is known, with experts for one: nothing is asked of the batch."""
-    models = [tiny_model("qwen3_moe")]
+    """Nothing is asked of the batch."""
+    models = [tiny_model("llama")]
     if "gemma4_text" in transformers.CONFIG_MAPPING:
         models.append(tiny_model("gemma4_text", num_kv_shared_layers=0))
     for model in models:
@@ -353,102 +327,19 @@ def test_models_without_late_layers() -> None:
         assert "late_layout" not in vars(batch)
 
 
-def test_an_attention_that_hands_over_no_keys(restored_registry: None) -> None:
-    """One that loses the argument would attend to the rows that are read, and to no other."""
-    model, batch = model_of("llama"), SAMPLES.pack()
-    stock = transformers.AttentionInterface._global_mapping["dualkv"]
+class _Twice:
+    """Runs the forward of transformers two times, as looped models do."""
 
-    @functools.wraps(stock)
-    def attention(*args: Any, shared_prompt_keys: Any = None, **kwargs: Any) -> Any:
-        return stock(*args, **kwargs)
-
-    transformers.AttentionInterface.register("dualkv", attention)
-    with pytest.raises(SharedPromptError, match="^shared_prompt_keys: expected an attention .*LlamaDecoderLayer"):
-        dualkv.shared_prompt_forward(model, batch, self_check=False)
-    dualkv.shared_prompt_forward(model, batch, self_check=False, drop_unread=False)
+    def forward(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        kwargs["position_ids"] = position_ids
+        found = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return super().forward(**{**kwargs, "input_ids": None, "inputs_embeds": found[0]})  # type: ignore[misc]
 
 
-def _replace_forward(model: Any) -> None:
-    layer = model.model.layers[-1]
-    layer.forward = types.MethodType(type(layer).forward, layer)
-
-
-def _wrap_forward(model: Any) -> None:
-    """As what patches transformers does, of one's own class for the sake of other tests."""
-    layer = model.model.layers[-1]
-    stock = type(layer).forward
-
-    @functools.wraps(stock)
-    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        return stock(self, hidden_states, **kwargs)
-
-    layer.__class__ = type("Patched", (type(layer),), {})
-    type(layer).forward = forward
-
-
-def _checkpoint_reentrantly(model: Any) -> None:
-    model.train().gradient_checkpointing_enable(dict(use_reentrant=True))
-    model.enable_input_require_grads()
-
-
-RUNS_ONCE: dict[str, Callable[[Any], Any]] = {
-    "hook of PyTorch inside": lambda model: model.model.layers[-1].self_attn.register_forward_pre_hook(_torchs_hook),
-    "hook of a backward inside": lambda model: model.model.layers[-1].mlp.register_full_backward_hook(_torchs_hook),
-    "a forward that was replaced": _replace_forward,
-    "a class whose forward was wrapped": _wrap_forward,
-    "reentrant checkpoint": _checkpoint_reentrantly,
-}
-
-
-def _torchs_hook(*_: Any) -> None: ...
-
-
-_torchs_hook.__module__ = "torch.somewhere"
-
-
-@pytest.mark.parametrize("name", RUNS_ONCE)
-def test_a_last_layer_that_must_run_once(name: str) -> None:
-    """What runs in front of its attention would run a second time, and be left in the middle."""
-    model, batch = model_of("llama"), SAMPLES.pack()
-    expected = computed(model, batch, drop_unread=False)
-    RUNS_ONCE[name](model)
-    assert late_layout(model, batch) is None
-    check(computed(model, batch), expected)
-
-
-def _twice(kind: Any) -> Any:
-    class Twice(kind):  # type: ignore[misc]
-        """Runs the forward of transformers two times, as looped models and differential attention do."""
-
-        def forward(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
-            kwargs["position_ids"] = position_ids
-            found = super().forward(*args, **kwargs)
-            if isinstance(found, tuple):
-                kwargs["hidden_states"] = kwargs["hidden_states"] + 1.0
-                return found[0] + super().forward(*args, **kwargs)[0], None
-            return super().forward(**{**kwargs, "input_ids": None, "inputs_embeds": found[0]})
-
-    return Twice
-
-
-@pytest.mark.parametrize(
-    ("name", "part"), [("llama", "model"), ("gemma4_text", "model"), ("llama", "model.layers.1.self_attn")]
-)
-def test_code_of_ones_own_under_the_name_of_a_known_model(name: str, part: str) -> None:
-    model, batch = model_of(name, hidden_size_per_layer_input=0), SAMPLES.pack()
-    module = model.get_submodule(part)
-    module.__class__ = _twice(type(module))
+def test_code_of_ones_own_under_the_name_of_a_known_model() -> None:
+    model, batch = model_of("gemma4_text", hidden_size_per_layer_input=0), SAMPLES.pack()
+    model.model.__class__ = type("Twice", (_Twice, type(model.model)), {})
     check(computed(model, batch), computed(model, batch, drop_unread=False))
-
-
-def test_a_last_layer_that_would_save_little() -> None:
-    """Then nothing is asked of the batch, which would wait for a GPU."""
-    batch, tokens = SAMPLES.pack(), SAMPLES.pack().layout.num_tokens
-    share = 1 - len(batch.token_index) / tokens
-    for layers, leaves in ((int(share / 0.05), True), (int(share / 0.05) + 1, False)):
-        batch = SAMPLES.pack()
-        assert (late_layout(model_of("llama", num_hidden_layers=layers), batch) is not None) == leaves
-        assert ("late_layout" in vars(batch)) == leaves
 
 
 def test_batches_of_which_nothing_leaves() -> None:

@@ -84,27 +84,6 @@ def test_values_of_chosen_rows() -> None:
     check_equal(first, torch.cat(expected), TOLERANCE.value)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_rows_that_nobody_reads_leave(name: str) -> None:
-    """Before the last layer: of 200 tokens of a prompt and of a long end all but the row that is read."""
-    model = head_of("SequenceClassification", name)
-    long = [*(3 + at % 90 for at in range(200))]
-    sequences = [long + end for end in ([40, 41], [50, 51, 52], [*range(3, 93)])]
-    batch = pack_prefix_tree(sequences, min_shared=1)
-    seen: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        mlp = model.model.layers[-1].mlp
-        forward = mlp.forward
-        patch.setattr(mlp, "forward", lambda hidden: (seen.append(hidden.shape[-2]), forward(hidden))[1])
-        with torch.no_grad():
-            expected = dualkv.shared_prompt_values(model, batch, self_check=False, drop_unread=False)
-        got = dualkv.shared_prompt_values(model, batch, self_check=False)
-    assert seen == [batch.layout.num_tokens, batch.layout.reading(batch.last_rows).num_queries]
-    assert seen[1] < 10
-    check_equal(got.detach(), expected, TOLERANCE.value)
-    check(model, got, [model(torch.tensor([one]), use_cache=False).logits for one in sequences])
-
-
 def test_a_reward_model_with_lora() -> None:
     peft = pytest.importorskip("peft", "0.17")
     torch.manual_seed(2)

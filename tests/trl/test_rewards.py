@@ -132,24 +132,6 @@ def test_every_gradient_of_a_call(tmp_path: Path) -> None:
     check_gradients(own, wanted, 2e-6)
 
 
-LONG = inputs_of([[*(40 + at % 50 for at in range(200)), *end] for end in ([3, 4], [5], [6, 7, 8])])
-
-
-def test_rows_that_nobody_reads_leave(tmp_path: Path) -> None:
-    """All but the 3 that are read, some behind the prompt and those of the prompt that are in front of these."""
-    found = []
-    for arguments in ({}, dict(drop_unread=False)):
-        made = trainer(Ours, model("llama").double(), tmp_path, arguments=arguments)
-        made.model.train()
-        values = made.model(**LONG, use_cache=False).logits
-        (values[:, 0] * torch.tensor([1.0, -2.0, 3.0]).double()).sum().backward()
-        assert made._sharing.tally.unread == (0 if arguments else 201)
-        found.append((values.detach(), gradients(made.model)))
-    (got, own), (expected, wanted) = found
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-7)
-    check_gradients(own, wanted, 2e-6)
-
-
 LEFT = {name: one.flip(1) for name, one in PADDED.items()}
 ALONE = inputs_of([[3, 4, 5], [6, 7, 8]])
 

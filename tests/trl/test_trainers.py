@@ -295,12 +295,11 @@ def test_a_deep_copy_has_its_own_weights() -> None:
     assert made.tally.calls == 3 and not made.tally.fallbacks
 
 
-@pytest.mark.parametrize("name", [one for one in ("gemma4_text", "qwen3") if one in SUPPORTED])
 @pytest.mark.parametrize("drops", [True, False])
-def test_rows_that_score_nothing_leave(drops: bool, name: str, tmp_path: Path) -> None:
-    """Before layers that own no keys, or the last one; a line of the log has their number."""
+def test_rows_that_score_nothing_leave(drops: bool, tmp_path: Path) -> None:
+    """Before layers that own no keys; a line of the log has their number."""
     stock, ours = (
-        trainer(cls, tiny_model(name, dtype=torch.float64, attention="sdpa"), tmp_path, arguments=arguments)
+        trainer(cls, tiny_model("gemma4_text", dtype=torch.float64, attention="sdpa"), tmp_path, arguments=arguments)
         for cls, arguments in ((trl.GRPOTrainer, {}), (GRPO, {} if drops else dict(drop_unread=False)))
     )
     compare(stock, ours, *batch([(90, [5, 9, 3]), (12, [1, 7])]))

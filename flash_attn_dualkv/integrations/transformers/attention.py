@@ -25,7 +25,6 @@ from ..divided import DividedLayout
 from ..replacing import in_place_of, stock_of
 from . import base_class
 from .hybrid.delivery import check_running
-from .late import KEYS, keys_of_all_rows
 from .masks import DeferredMask, deferred_mask, is_marked, marked
 from .support import TAKES_LAYOUT, check_one_row, rope_of_ranks
 
@@ -115,7 +114,6 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query (1, H, T, d), key and value (1, H_k, T, d) -> (1, T, H, d_v)."""
     query, key, value = tensors
-    key, value = keys_of_all_rows(kwargs.pop(KEYS, None), key, value)
     scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
     _check_call(module, query, key, layout, attention_mask, kwargs)

@@ -94,9 +94,8 @@ def shared_prompt_forward(
         self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
             sequences: does the model draw random numbers, and does it compute the same in a packed row as in rows of
             their own? Some forwards of at most 64 tokens, on all ranks alike.
-        drop_unread: leave rows that score nothing out of the last layers where these own no keys (Gemma 3n and 4), and
-            out of the last layer of other models where that is worth it, see `late`. They stay where something else
-            reads them. The results are the same.
+        drop_unread: leave rows that score nothing out of the last layers where these own no keys (Gemma 3n and 4).
+            They stay where something else reads them. The results are the same.
 
     Returns:
         logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the responses (or the

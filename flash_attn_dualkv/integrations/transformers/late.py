@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows that nobody reads leave before the late layers: those at the end that own no keys, or the last one.
+"""Drops unread rows before the last layers, which reuse the keys of earlier ones (Gemma 3n and 4).
 
-In Gemma 3n and 4 the last layers attend to the keys and values of earlier ones. What such a layer computes for a row is
-read by the same row's later layers and by the head, and by no other row: a prompt, an observation or another turn that
-scores nothing is done where these layers begin, forward and backward. Hooks on the layers take the other rows out of
-what a layer is given and hand it the layout of these, `layout.late`, whose queries they are; behind the last layer the
-rows that have left are filled, so that everything else sees as many rows as ever.
-
-In other models that is the last layer, whose keys and values of all rows are needed still. The hook runs its forward on
-all rows as far as attention, which hands these over and raises; then the layer runs on the rows that are read, and its
-attention takes what was handed over. So what is in front of attention runs twice in a forward, once in a backward.
+In these models the last layers own no keys. What such a layer computes for a row is read by the same row's later layers
+and by the head, and by no other row: a prompt, an observation or another turn that scores nothing is done where these
+layers begin, forward and backward. Hooks on the layers take the other rows out of what a layer is given and hand it the
+layout of these, `layout.late`, whose queries they are; after the last layer the rows that have left are filled, so that
+everything else sees as many rows as ever.
 """
 
 from __future__ import annotations
@@ -17,59 +13,36 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...checks import explain
 from ...data.batch import PackedBatch
-from ...errors import SharedPromptLayoutError
 from ...layout import SharedPromptLayout
 from .consequences import BOOKKEEPERS, comes_from
 from .structure import decoder_of
 
 # Types of text models whose layers are known to work row by row but for attention.
 MODEL_TYPES = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
-# Those whose last layer owns its keys, and is known to attend once and to work row by row else.
-OWNERS = (
-    "cohere", "gemma", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
-    "qwen3", "smollm3",
-)  # fmt: skip
-# Share of all layers' rows that must leave before a last layer that owns its keys. With 6% a step
-# takes 4% less, with 4% 1.5%: to know which rows are read waits for the GPU.
-LEAST_SHARE = 0.05
-# Argument of attention: the keys and values of all rows, or an empty list that is to get them.
-KEYS = "shared_prompt_keys"
 # Arguments of their layers that have a row for each token, as the last dimension but one; when
 # given by name.
-_BY_ROW = (
-    "hidden_states", "per_layer_input", "position_embeddings",
-    "position_embeddings_global", "position_embeddings_local",  # Gemma 3, in transformers 4
-)  # fmt: skip
+_BY_ROW = ("hidden_states", "per_layer_input", "position_embeddings")
 # Configuration fields: outputs of all rows that are kept, and routers, which may count rows.
 _READING_ALL = ("output_hidden_states", "output_attentions", "output_router_logits", "enable_moe_block")
 # Packages whose hooks read no rows, unless a field above asks for it.
 _NOT_READING = (*BOOKKEEPERS, "transformers.")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Attributes of modules that something rules or watches.
-_RUN_ONCE = (*_HOOKS, "_fsdp_wrapped_module", "_hf_hook")
 # Value of rows that have left. With zeros gradients of norms by hand (Gemma 3n) would be NaN there.
 _FILLER = 1.0
-
-
-class Interrupted(Exception):  # noqa: N818
-    """Ends a layer's forward at its attention, whose keys and values are all that is wanted."""
 
 
 def late_layout(causal_lm: Any, batch: PackedBatch, rows: Tensor | None = None) -> SharedPromptLayout | None:
     """The `late` of a layout, by which rows that nobody reads leave before the late layers of a model.
 
     None where all rows must stay: the model has no such layers, or something else may read their rows (hidden states or
-    routers' logits that the configuration asks for, a hook that is none of a package that shards or moves modules); and
-    where hardly any row would leave.
+    routers' logits that the configuration asks for, a hook that is none of a package that shards or moves modules).
 
     Args:
         causal_lm: the transformers model.
@@ -82,51 +55,23 @@ def late_layout(causal_lm: Any, batch: PackedBatch, rows: Tensor | None = None) 
     layers = late_layers(decoder)
     if not layers or _is_watched(causal_lm, decoder.layers[: -len(layers)]):
         return None
-    if owns_keys(layers[0]):
-        tokens, read = batch.layout.num_tokens, batch.distinct.pick(batch.token_index) if rows is None else rows
-        if tokens - len(read) < LEAST_SHARE * tokens * len(decoder.layers) or _must_run_once(layers[0]):
-            return None
     return batch.late_layout if rows is None else batch.layout.reading(rows)
 
 
 def late_layers(decoder: Any) -> list[Any]:
-    """The last layers of a decoder, those that own no keys, or the last one; none where nothing is known of a model."""
+    """The last layers of a decoder that own no keys; none where nothing is known of a model."""
     found: list[Any] = []
-    kind = decoder.config.model_type
-    if kind not in (*MODEL_TYPES, *OWNERS) or has_foreign_forward(decoder):  # it may run its layers several times
+    # A foreign forward may run its layers several times.
+    if decoder.config.model_type not in MODEL_TYPES or has_foreign_forward(decoder):
         return found
     for outermost in reversed(decoder.layers):
         # Inside of FSDP 1 and the like.
         layer: Any = next(one for one in outermost.modules() if isinstance(one, GradientCheckpointingLayer))
-        if kind in OWNERS:
-            return [layer]
         # Before transformers 5 they have a projection, and use it unless there is a cache.
-        if owns_keys(layer) or hasattr(layer.self_attn, "k_proj"):
+        if not getattr(layer.self_attn, "is_kv_shared_layer", False) or hasattr(layer.self_attn, "k_proj"):
             break
         found.insert(0, layer)
     return found
-
-
-def owns_keys(layer: Any) -> bool:
-    """Whether a late layer makes the keys that it attends to."""
-    return not getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False)
-
-
-def _must_run_once(layer: Any) -> bool:
-    """Whether a layer's forward must run once and to its end.
-
-    A forward that is none of transformers, its own or that of its attention, hooks inside of the layer and what FSDP 1
-    and accelerate put there may rely on that. A reentrant checkpoint has no gradients of keyword arguments.
-    """
-    attention = getattr(layer, "attention", None) or layer.self_attn
-    if any("forward" in vars(one) or has_foreign_forward(one) for one in (layer, attention)):
-        return True
-    if layer.training and layer.gradient_checkpointing:
-        options = getattr(layer._gradient_checkpointing_func, "keywords", {})
-        if options.get("use_reentrant") is not False:
-            return True
-    inner = [one for one in layer.modules() if one is not layer]
-    return any(getattr(one, name, None) for one in inner for name in _RUN_ONCE)
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
@@ -145,7 +90,6 @@ def _is_watched(causal_lm: Any, early: Iterable[nn.Module]) -> bool:
     pending: list[nn.Module] = [causal_lm]
     while pending:
         module = pending.pop()
-        # Gradients of keys that a last layer hands over pass by the hooks of its backward.
         for hook in itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS):
             if not comes_from(hook, _NOT_READING):
                 return True
@@ -170,27 +114,7 @@ def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         return None
     late = layout.late
     named = {name: _of_rows(kwargs[name], late) for name in _BY_ROW if name in kwargs}
-    if owns_keys(layer):
-        keys: list[Tensor] = []
-        with suppress(Interrupted):
-            # Below the checkpoint, which would run it again for the backward.
-            inspect.unwrap(type(layer).forward)(layer, *args, **{**kwargs, KEYS: keys})
-        if not keys:
-            expected = "an attention of this package that gets it in the last layer, or drop_unread=False"
-            raise SharedPromptLayoutError(explain(KEYS, expected, f"none in {type(layer).__name__}"))
-        named[KEYS] = tuple(keys)
     return tuple(_of_rows(one, late) for one in args), {**kwargs, **named, "shared_prompt_layout": late}
-
-
-def keys_of_all_rows(keys: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values that attention sees; Interrupted where it is to hand over its own. `keys`: see `KEYS`."""
-    if keys is None:
-        return key, value
-    if not keys:
-        keys += [key, value]
-        raise Interrupted
-    all_keys, all_values = keys
-    return all_keys, all_values
 
 
 def _of_rows(value: Any, late: SharedPromptLayout) -> Any:
@@ -202,7 +126,7 @@ def _of_rows(value: Any, late: SharedPromptLayout) -> Any:
 
 
 def _fill(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """Hook behind the last layer: as many rows as at first."""
+    """Hook after the last layer: as many rows as at first."""
     late = kwargs.get("shared_prompt_layout")
     if late is None or late.query_rows is None:
         return None

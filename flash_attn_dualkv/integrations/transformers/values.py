@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..guard import expect_shared_prompt
 from .first_use import check_first_use
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
-from .late import has_foreign_forward, late_layout
+from .late import has_foreign_forward
 from .structure import backbone_name, causal_lm_of, is_plain, kept_outputs, lock_of, replaced_forward
 from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
 
@@ -33,7 +32,6 @@ def shared_prompt_values(
     rows: Tensor | None = None,
     *,
     self_check: bool = True,
-    drop_unread: bool = True,
 ) -> Tensor:
     """Values of a reward model, a classifier or a critic for a micro-batch; each shared token is computed once.
 
@@ -46,7 +44,7 @@ def shared_prompt_values(
             each scored token (a critic's), `batch.last_rows`, `batch.rows_of(tokens)`. None: one of each sequence, at
             the row that sequence classification takes: that of its last token that is not the configuration's
             pad_token_id.
-        self_check, drop_unread: as of `shared_prompt_forward`; the rows that are read are these.
+        self_check: as of `shared_prompt_forward`.
 
     Returns:
         (n, num_labels), or (sequences, num_labels), in the order of `rows` or of the sequences, in the head's
@@ -59,7 +57,6 @@ def shared_prompt_values(
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_prefix_tree)")
     checks.flag("self_check", self_check)
-    checks.flag("drop_unread", drop_unread)
     classifier = causal_lm_of(model)
     with lock_of(classifier):
         check_classifier(classifier)
@@ -75,7 +72,7 @@ def shared_prompt_values(
                 return values_of_rows(classifier, wanted, inputs)
             return _values_as_wrapped(stock, classifier, wanted, inputs)
 
-        inputs = values_inputs(classifier, batch, wanted, drop_unread)
+        inputs = row_inputs(classifier, batch)
         wanted = to_device([wanted], batch.input_ids.device)[0]
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(classifier))
         with expected, towers_without_layout(classifier, batch), replaced_forward(classifier, answer) as call:
@@ -97,15 +94,6 @@ def check_classifier(model: Any) -> None:
         expected = '"eos", the value of the last token that is not padding'
         raise SharedPromptError(explain(f"pooling of {type(model).__name__}", expected, repr(pooling)))
     check_supported(model.config)
-
-
-def values_inputs(classifier: Any, batch: PackedBatch, rows: Tensor, drop_unread: bool) -> dict[str, Any]:
-    """What `values_of_rows` is given for the values of some rows."""
-    inputs = row_inputs(classifier, batch)
-    if drop_unread:
-        late = late_layout(classifier, batch, rows)
-        inputs["shared_prompt_layout"] = replace(inputs["shared_prompt_layout"], late=late)
-    return inputs
 
 
 def values_of_rows(classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Tensor:

@@ -36,7 +36,7 @@ from ..transformers.images import images_of_samples, row_inputs, towers_without_
 from ..transformers.late import late_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_mark_of_text, num_mixing_layers, text_config
-from ..transformers.values import check_classifier, values_inputs, values_of_rows
+from ..transformers.values import check_classifier, values_of_rows
 from ..turns import BOUNDARY, deeper_tree, pack_deeper
 
 logger = get_logger(__name__)
@@ -323,7 +323,7 @@ class SharedValues(SharedForward):
             raise Refused("samples", str(error)) from None
         self._check_savings(batch)
         rows = batch.rows_of(batch.jagged_offsets[:-1] + last)
-        return rows, batch, values_inputs(self.causal_lm, batch, rows, self.sharing.options.drop_unread)
+        return rows, batch, row_inputs(self.causal_lm, batch)
 
     @torch.compiler.disable(recursive=False)
     def _values(self, rows: Tensor, batch: PackedBatch, row: dict[str, Any]) -> Tensor:
