@@ -26,7 +26,7 @@ LAYERS = (
     ("cudnn",),
     ("packed_attention", "attention", "plan", "decode"),
     ("data",),
-    ("integrations.divided", "integrations.guard", "integrations.lm_head"),
+    ("integrations.buffers", "integrations.divided", "integrations.guard", "integrations.lm_head"),
     ("integrations.replacing", "integrations.trees"),
     ("integrations.ulysses", "integrations.context_parallel"),
     ("integrations.megatron", "integrations.transformers"),

@@ -16,6 +16,7 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
+from ..buffers import unchanged_buffers
 from ..context_parallel import ContextLayout
 from ..divided import check_divided
 from ..lm_head import rows_of_a_chunk, score_in_chunks
@@ -182,7 +183,8 @@ def score_hidden(
 
     vocabulary = output_layer.output_size_per_partition
     frozen = [*output_layer.parameters(), *([] if output_weight is None else [output_weight])]
-    return _scores(logits, hidden_states[:, 0], context, output_layer.tp_group, vocabulary, frozen)
+    with unchanged_buffers(output_layer.modules(), "an output layer runs for some rows at a time"):
+        return _scores(logits, hidden_states[:, 0], context, output_layer.tp_group, vocabulary, frozen)
 
 
 def _request(batch: PackedBatch, layout: ContextLayout | None, temperature: float, with_entropy: bool) -> Request:

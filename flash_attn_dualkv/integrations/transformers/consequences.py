@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Size limit of saved buffers: larger ones are weights of quantized models, which no forward writes.
-_MOST_ELEMENTS = 2**18
+from ..buffers import Kept, buffers_of
+
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 # Attributes that every module has and PyTorch manages.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
@@ -94,49 +94,24 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def without_consequences(model: nn.Module, devices: Iterable[torch.device]) -> Iterator[Generators]:
-    """Put back generators, small buffers and frozen parameters, and what modules and hooks count, on leaving."""
+def without_consequences(
+    model: nn.Module, devices: Iterable[torch.device]
+) -> Iterator[tuple[Generators, dict[str, Kept]]]:
+    """Put back generators, small buffers and frozen parameters, and what modules and hooks count, on leaving.
+
+    Yields the generators, and the buffers as they were.
+    """
     generators = Generators(model, devices)
     states = generators.read()
-    restore = [*_kept_tensors(model), *_kept_counters(model)]
+    buffers = buffers_of(model.named_modules())
+    frozen = [Kept.of(name, one) for name, one in model.named_parameters() if not one.requires_grad]
+    restore = [*(one.put_back for one in (*buffers.values(), *frozen)), *_kept_counters(model)]
     try:
-        yield generators
+        yield generators, buffers
     finally:
         generators.write(states)
         for one in restore:
             one()
-
-
-def _kept_tensors(model: nn.Module) -> Iterator[Callable[[], None]]:
-    for module in model.modules():
-        buffers = module._buffers
-        for name, tensor in buffers.items():
-            if tensor is not None:
-                yield functools.partial(_put_back, tensor, *_copy_of(tensor), buffers, name)
-        for parameter in module._parameters.values():
-            if parameter is not None and not parameter.requires_grad:
-                yield functools.partial(_put_back, parameter, *_copy_of(parameter))
-
-
-def _copy_of(tensor: Tensor) -> tuple[int | None, Tensor | None]:
-    """The version of a tensor (one of inference mode has none), and a copy if it is small."""
-    is_small = tensor.numel() <= _MOST_ELEMENTS and not tensor.is_meta
-    version = None if tensor.is_inference() else tensor._version
-    return version, tensor.detach().clone() if is_small else None
-
-
-def _put_back(
-    tensor: Tensor,
-    version: int | None,
-    copy: Tensor | None,
-    buffers: dict[str, Tensor | None] | None = None,
-    name: str = "",
-) -> None:
-    if copy is not None and (version is None or tensor._version != version):
-        with torch.inference_mode(version is None), torch.no_grad():
-            tensor.copy_(copy)
-    if buffers is not None and buffers.get(name) is not tensor:
-        buffers[name] = tensor
 
 
 # Value of a variable, and its setter.
@@ -153,7 +128,7 @@ def _kept_counters(model: nn.Module) -> Iterator[Callable[[], None]]:
         # memory, to copy which is a segmentation fault.
         elif type(value) is Tensor and value.dim() == 0 and value.untyped_storage().size():
             yield functools.partial(assign, value)
-            yield functools.partial(_put_back, value, *_copy_of(value))
+            yield Kept.of("", value).put_back
 
 
 def _variables(model: nn.Module) -> Iterator[_Variable]:

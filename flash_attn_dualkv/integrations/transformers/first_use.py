@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -38,7 +38,12 @@ _errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Error | None]] = weakre
 
 @torch.compiler.disable
 def check_first_use(
-    stock: Any, device: torch.device, *, model: nn.Module | None = None, self_check: bool = True
+    stock: Any,
+    device: torch.device,
+    *,
+    model: nn.Module | None = None,
+    self_check: bool = True,
+    stateless: Sequence[nn.Module] = (),
 ) -> None:
     """Refuse a model that is not exact on shared prompts in its present mode and with its present adapters.
 
@@ -51,6 +56,8 @@ def check_first_use(
         device: that of the inputs.
         model: the outermost module around it; None from inside of its forward.
         self_check: whether the pair is tried. If not, only parts and configuration are looked at.
+        stateless: modules whose forwards the caller runs in other numbers than stock does, so that none may change
+            their buffers.
 
     Raises:
         SharedPromptError: names what is not exact.
@@ -64,11 +71,12 @@ def check_first_use(
         check_adapters(stock if model is None else model)
         known = _errors.setdefault(stock, {})
         # Keyed by the outermost module too, which takes part in the trial.
-        state = (*_state_of(stock), self_check, None if model is None else weakref.ref(model))
+        outer = None if model is None else weakref.ref(model)
+        state = (*_state_of(stock), self_check, outer, frozenset(map(id, stateless)))
         if state not in known:
             if len(known) >= MOST_STATES:
                 known.clear()
-            trial = Trial(stock, device, model) if self_check else None
+            trial = Trial(stock, device, model, stateless) if self_check else None
             known[state] = _error_of(stock, trial)
         error = known[state]
     if error is not None:

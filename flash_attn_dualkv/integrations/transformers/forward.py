@@ -23,6 +23,7 @@ from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptTypeError
 from ...host import to_device, untraced
+from ..buffers import unchanged_buffers
 from ..divided import DividedLayout, check_divided
 from ..guard import expect_shared_prompt
 from ..lm_head import rows_of_a_chunk, score_in_chunks
@@ -222,7 +223,8 @@ def _scored(
     causal_lm = causal_lm_of(model)
     with lock_of(causal_lm):
         backbone = check_forward(causal_lm)
-        check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
+        head = head_modules(causal_lm, backbone)
+        check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check, stateless=head)
         check_vocabulary(causal_lm, batch)
         check_length(causal_lm, batch.layout.max_sequence)
         inputs = row_inputs(causal_lm, batch, layout)
@@ -278,6 +280,11 @@ class _Scorer:
 
     def __call__(self, stock: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> what is scored, (n, ...) each."""
+        head = head_modules(self.causal_lm, self.backbone)
+        with unchanged_buffers(head, "an LM head runs for some rows at a time, and again in the backward"):
+            return self._scores(stock, inputs)
+
+    def _scores(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> tuple[Tensor, ...]:
         output = self._run_backbone(stock, inputs)
         # One gather for all rows: one per chunk would have a backward as large as the whole pack.
         states = output.last_hidden_state[0]

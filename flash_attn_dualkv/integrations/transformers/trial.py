@@ -15,7 +15,7 @@ import random
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -31,8 +31,10 @@ from ...data.batch import PackedBatch
 from ...data.pack import pack_shared_prompts
 from ...errors import SharedPromptError
 from .. import guard
+from ..buffers import Kept, described
 from ..lm_head import current_autocast
 from .consequences import Generators, without_consequences
+from .nudge import nudged
 from .structure import causal_lm_of, decoder_of, is_elsewhere, is_plain, replaced_forward
 from .support import FirstUseError, fields_of, num_mixing_layers, text_config
 
@@ -52,14 +54,12 @@ FACTOR = 2.0
 # Rounding of float32 over many layers, in which softmax and rotary embeddings always are.
 LEAST = 64 * torch.finfo(torch.float32).eps
 TF32 = 2.0**-10  # rounding of float32 products on a GPU
-# Magnitude of temporary values of all-zero parameters. Zeros hide what they multiply, as LoRA's B
-# does before its first step.
-NUDGE = 0.05
 
 ADVICE = (
     ". If a module between embedding and head looks at other tokens of its row, the model cannot share prompts; if you "
     "know it to be exact, self_check=False trusts you"
 )
+STATE_ADVICE = ". A mean over rows, or a count of tokens, weighs a shared prompt once: freeze it, or do not share"
 NOISE_ADVICE = ". One copy of a prompt has one draw, not one for each response: switch the noise off"
 _TOKENS = re.compile(r"token_(id|ids|index)$")
 _trying: ContextVar[bool] = ContextVar("dualkv_trying", default=False)
@@ -104,15 +104,25 @@ class Trial:
         stock: the transformers model.
         device: of its inputs.
         model: the outermost module around it; None from inside of its forward.
+        stateless: modules that may change no buffer.
     """
 
-    def __init__(self, stock: Any, device: torch.device, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        stock: Any,
+        device: torch.device,
+        model: nn.Module | None = None,
+        stateless: Iterable[nn.Module] = (),
+    ) -> None:
         self.stock = stock
         self.device = device
         self.model = model
         self.outermost: nn.Module = stock if model is None else model
         self.entry: Any = stock if model is None else causal_lm_of(model)
         self.decoder: Any = decoder_of(stock)
+        self._buffers: dict[str, Kept] = {}
+        self._has_state = False
+        self._stateless = stateless
         # Hooks of a decoder that is called directly are running already: they must not run again.
         self.decode: Any = self.decoder.forward if self.decoder is self.entry else self.decoder
 
@@ -129,8 +139,8 @@ class Trial:
                 current_autocast(self.device.type, cache_enabled=False)(),
                 torch.compiler.set_stance("force_eager"),
                 guard.suspended(),
-                without_consequences(self.outermost, devices) as generators,
-                _nudged(self.stock),
+                without_consequences(self.outermost, devices) as (generators, self._buffers),
+                nudged(self.stock),
             ):
                 warnings.simplefilter("ignore")  # checkpointed layers miss gradients
                 self._run(generators)
@@ -149,11 +159,17 @@ class Trial:
 
         with watched(self.decoder, None, leave):
             alone = self._alone(pair)
-        if self._agreed(generators.have_moved(begin)):
-            self._check_noise(generators, pair, alone)
         precision = max(torch.finfo(one).eps for one in types)
         if self.device.type == "cuda":
             precision = max(precision, TF32)
+        draws = self._agreed(generators.have_moved(begin))
+        self._has_state = self._agreed(any(one.has_changed() for one in self._buffers.values()))
+        if self._has_state:
+            alone = self._alone(pair)
+        if draws:
+            self._check_noise(generators, pair, alone)
+        if self._has_state:
+            self._check_state(pair, precision)
         for number in range(PAIRS):
             if number:
                 pair = Pair.choose(self.stock.config, number)
@@ -165,6 +181,36 @@ class Trial:
             if not self._agreed(not found <= most):
                 return
         self._refuse(pair, found, most)
+
+    def _check_state(self, pair: Pair, precision: float) -> None:
+        """Refuse modules whose buffers are other ones after a packed forward than after one of the sequences alone."""
+        homes = {id(inner._buffers) for module in self._stateless for inner in module.modules()}
+        found = [name for name, one in self._buffers.items() if id(one.home) in homes and one.has_changed()]
+        self._refuse_state(found, "without state where they run in other numbers than in stock's forwards")
+        before = {name: one.copy for name, one in self._buffers.items() if one.copy is not None}
+
+        def after(forward: Callable[[Pair], Outputs]) -> dict[str, Tensor]:
+            forward(pair)
+            changed = {name: one.now for name, one in self._buffers.items() if one.has_changed()}
+            return before | {name: one.clone() for name, one in changed.items() if one is not None}
+
+        alone, packed, rounded = after(self._alone), after(self._packed), []
+        for seed in (1, 2):
+            with jittered(self.decoder, precision, seed):
+                rounded.append(after(self._alone))
+        odd = []
+        for name, state in alone.items():
+            by_rounding = max(_largest_difference(one[name], state) for one in rounded)
+            # A mean that moves slowly differs by little of its size, and by much of its change.
+            precision = torch.finfo(state.dtype).eps if state.is_floating_point() else 0.0
+            most = max(4 * precision * _size(state), LEAST * _size(state - before[name]), FACTOR * by_rounding)
+            odd += [name] * (not _largest_difference(packed[name], state) <= most)
+        self._refuse_state(odd, "whose state is the same after a packed forward as after one of the sequences")
+
+    def _refuse_state(self, names: list[str], expected: str) -> None:
+        if self._agreed(bool(names)):
+            got = f"one that changes {names[0] if names else 'a buffer on another rank'}"
+            raise FirstUseError(explain("model", f"modules {expected}", got) + STATE_ADVICE, "self_check")
 
     def _check_noise(self, generators: Generators, pair: Pair, alone: Outputs) -> None:
         generators.seed(0)
@@ -221,7 +267,9 @@ class Trial:
     # Rows that score the responses, from one forward per sequence.
 
     def _alone(self, pair: Pair) -> Outputs:
-        found = [self._run_alone(one) for one in pair.sequences(self.device).split(1)]
+        # State is one forward's, as in a micro-batch.
+        rows = pair.sequences(self.device)
+        found = [self._run_alone(one) for one in rows.split(len(rows) if self._has_state else 1)]
         return tuple(map(torch.cat, zip(*found)))
 
     def _run_alone(self, sequences: Tensor) -> Outputs:
@@ -238,15 +286,20 @@ class Trial:
     def _batch(self, pair: Pair) -> tuple[PackedBatch, Tensor]:
         """The pair behind another sample, and the rows that score its responses."""
         # Else the pair's first tokens would be the row's: whatever is done to these (a hook that
-        # steers the first token, say) would look as it does alone.
-        other = pair.responses[0]
+        # steers the first token, say) would look as it does alone. But state sees all tokens.
+        other = [] if self._has_state else pair.responses[0]
         cut = max(1, len(other) // 2)
-        prompts, responses = [other[:cut], *[pair.prompt] * 2], [other[cut:], *pair.responses]
+        prompts, responses = [[pair.prompt] * 2, [*pair.responses]]
+        if other:
+            prompts, responses = [other[:cut], *prompts], [other[cut:], *responses]
         batch = pack_shared_prompts(prompts, responses, device=self.device)
-        return batch, batch.token_index[len(other) - cut :]
+        return batch, batch.token_index[len(other) - cut :] if other else batch.token_index
 
     def _forward(self, **inputs: Any) -> Outputs:
         """(B, T, ...) each."""
+        if self._has_state:  # each begins with the same
+            for one in self._buffers.values():
+                one.put_back()
         inputs |= dict(attention_mask=None, use_cache=False)
         is_packed = "shared_prompt_layout" in inputs
         try:
@@ -319,6 +372,17 @@ def _difference(one: Outputs, other: Outputs) -> float:
     return max(map(_row_difference, one, other))
 
 
+def _size(tensor: Tensor) -> float:
+    """The largest magnitude of the finite elements."""
+    return float(tensor.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0
+
+
+def _largest_difference(one: Tensor, other: Tensor) -> float:
+    """Of elements of two tensors of one shape; infinite where one of them alone is not finite."""
+    difference = (one.double() - other.double()).abs().where(one != other, 0.0)
+    return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+
+
 def _row_difference(one: Tensor, other: Tensor) -> float:
     """The largest of the rows' differences, relative to the row; rows of `other` that are not finite say nothing."""
     one, other = one.double(), other.double()
@@ -326,34 +390,6 @@ def _row_difference(one: Tensor, other: Tensor) -> float:
     relative = (one - other).norm(dim=-1) / sizes.clamp(min=torch.finfo(torch.float32).tiny)
     relative = relative.where(sizes.isfinite(), 0.0).nan_to_num(nan=float("inf"))
     return float(relative.max())
-
-
-@contextmanager
-def _nudged(model: nn.Module) -> Iterator[None]:
-    """Give trainable parameters that are all zero, on this rank, small values for a while."""
-    trained = [_local(one) for one in model.parameters() if one.requires_grad]
-    # Those on the meta device are offloaded, and come for the forward of their layer alone.
-    floating = [one for one in trained if one.is_floating_point() and one.numel() and not one.is_meta]
-    if not floating:
-        yield
-        return
-    are_used = torch.stack([one.any().to(floating[0].device) for one in floating]).tolist()
-    zeros = [one for one, is_used in zip(floating, are_used) if not is_used]
-    before = [one.clone() for one in zeros]
-    generator = torch.Generator().manual_seed(0)
-    for one in zeros:
-        one.copy_(torch.rand(one.shape, generator=generator).mul_(2 * NUDGE).sub_(NUDGE))
-    try:
-        yield
-    finally:
-        for one, own in zip(zeros, before):
-            one.copy_(own)
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    """This rank's share of a parameter, outside autograd: a forward may have saved it."""
-    own: Tensor = getattr(parameter, "ds_tensor", parameter).data  # DeepSpeed's ZeRO-3
-    return own.to_local() if isinstance(own, DTensor) else own
 
 
 def _groups(model: nn.Module) -> list[Any]:
@@ -447,10 +483,6 @@ def outputs_of(
     with watched(model, None, leave):
         forward()
     return found
-
-
-def described(name: str, module: nn.Module) -> str:
-    return f"{name or 'the model'} ({type(module).__name__})"
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

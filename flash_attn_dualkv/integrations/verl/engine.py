@@ -85,7 +85,9 @@ class _SharedPrompts(SharedPrompts):
         autocast = torch.autocast(get_device_name(), dtype=dtype if is_cast else None, enabled=is_cast)
         try:
             with patches.stock_layers(), autocast:
-                check_first_use(self.decoder, device, model=self.module, self_check=self.options.self_check)
+                # Micro-batches are other ones than verl's, and as many as they need.
+                options: dict[str, Any] = dict(self_check=self.options.self_check, stateless=[self.stock_module])
+                check_first_use(self.decoder, device, model=self.module, **options)
         except SharedPromptError as error:
             self._announce(f"prompts are NOT shared: {error}")
             return str(error)
