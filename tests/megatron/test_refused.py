@@ -224,6 +224,19 @@ class _TwoRanks:
         return 2
 
 
+def test_an_output_layer_with_state() -> None:
+    """It runs for some rows at a time, and again in the backward; its buffer is as it was."""
+    _, batch = tiny.tree()
+    model = chunk()
+    shared.install(model)
+    layer = model.output_layer
+    layer.register_buffer("calls", torch.zeros(()))
+    layer.register_forward_pre_hook(lambda module, _: setattr(module, "calls", module.calls + 1))
+    with pytest.raises(SharedPromptError, match="without state .* buffer 'calls'"):
+        shared.shared_prompt_forward(model, batch)
+    assert layer.calls == 0
+
+
 def test_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     _, batch = tiny.tree()
     group = parallel_state.get_context_parallel_group()

@@ -132,6 +132,41 @@ def test_every_gradient_of_a_call(tmp_path: Path) -> None:
     check_gradients(own, wanted, 2e-6)
 
 
+class Observed(torch.nn.Linear):
+    """A projection whose output follows the largest magnitude that it has seen, moved by each forward."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+        self.register_buffer("largest", torch.tensor(1.0))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.largest += 0.1 * (x.abs().max() - self.largest)
+        return super().forward(x / self.largest)
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+def test_a_module_with_state_runs_as_often_as_in_stock(layer: int, tmp_path: Path) -> None:
+    """Its state after training, in the last layer too, whose rows are hardly read."""
+    found = []
+    for cls in (trl.RewardTrainer, Ours):
+        made = model("llama")
+        attention = made.model.layers[layer].self_attn
+        attention.k_proj = observed = Observed(attention.k_proj)
+        ours = trainer(cls, made, tmp_path, gradient_checkpointing=False)
+        ours.train()
+        found.append((observed.calls, float(observed.largest), observed.weight.detach()))
+    (calls, largest, weight), (own_calls, own_largest, own_weight) = found
+    assert own_calls == calls
+    shared_steps = [one for one in ours.state.log_history if "shared_prompt/dedup_ratio" in one]
+    assert shared_steps and all(one["shared_prompt/dedup_ratio"] > 1.1 for one in shared_steps)
+    assert abs(own_largest / largest - 1) < 1e-5
+    torch.testing.assert_close(own_weight, weight, rtol=0, atol=1e-5)
+
+
 LEFT = {name: one.flip(1) for name, one in PADDED.items()}
 ALONE = inputs_of([[3, 4, 5], [6, 7, 8]])
 
