@@ -143,6 +143,7 @@ class Benchmark:
         add("--shape", nargs="+", default=[], metavar="NAME", help="shapes by name")
         add("--impls", nargs="+", default=[], metavar="WORD", help="whose name has the word, or is what follows =")
         add("--rounds", type=int, default=rounds, help="visits of every implementation (default: %(default)s)")
+        add("--warm-ms", type=float, default=Config.warm_ms, help="of calls before those timed (default: %(default)s)")
         add("--budget-s", type=float, default=float("inf"), help="stop after this many seconds and write what there is")
         add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
         options = parser.parse_args(arguments)
@@ -172,10 +173,12 @@ class Benchmark:
         options = self.options(arguments)
         is_cuda = options.device == "cuda"
         gpu, dtype = (torch.cuda.get_device_name(), torch.bfloat16) if is_cuda else ("cpu", torch.float32)
-        settings = {**self.settings, "rounds": options.rounds, "deadline": begin + options.budget_s}
+        settings = {**self.settings, "rounds": options.rounds, "warm_ms": options.warm_ms}
+        settings["deadline"] = begin + options.budget_s
         config = Config(torch.device(options.device), dtype=dtype, **settings)
         name = "-".join([self.name, *(options.preset or ["shapes"])])
-        more = {"benchmark": self.name, "rounds": options.rounds, "kernels": kernels_digest()}
+        more = {"benchmark": self.name, "rounds": options.rounds, "warm_ms": options.warm_ms}
+        more["kernels"] = kernels_digest()
         result = Result(options, RESULTS / gpu_folder(gpu), name, gpu, **more)
         matmul = Matmul(config)
         rows: list[Row] = []
