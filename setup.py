@@ -6,8 +6,8 @@
 Settings, all environment variables:
 
 DUALKV_ARCHS        compute capabilities to build for, such as "80;90", whatever GPU or torch is here; default: those
-                    of the visible GPUs, or "80;90" where nvcc but no GPU is found. PTX for the oldest of them (8.0
-                    where there is none) is included and serves newer GPUs.
+                    of the visible GPUs. PTX for the oldest of them (8.0 where there is none) is included and serves
+                    newer GPUs.
 DUALKV_HEAD_DIMS    head dims to build, such as "64,128"; default: 64,96,128,192,256,512.
                     512 is for Hopper alone.
 DUALKV_PYTHONS      Pythons that the wheel serves, such as "python3.10 python3.11"; default: the running one.
@@ -19,8 +19,7 @@ What is built where, without DUALKV_ARCHS:
 
 Windows, macOS                                 CPU implementation only, with a notice
 torch for the CPU, ROCm or MPS is installed    CPU implementation only, with a notice
-no nvcc and no GPU, or only GPUs before 8.0    CPU implementation only, with a notice
-nvcc and no GPU                                kernels for 8.0 and 9.0, with a notice
+no GPU is visible, or only GPUs before 8.0     CPU implementation only, with a notice, even where nvcc is
 a GPU and no nvcc, or none for its driver      error
 a GPU and nvcc                                 kernels for this GPU
 
@@ -38,6 +37,7 @@ from pathlib import Path
 import setuptools
 
 ROOT = Path(__file__).resolve().parent
+WITHOUT_KERNELS = "without_kernels.txt"  # read by flash_attn_dualkv/kernels.py
 sys.path.insert(0, str(ROOT / "tools"))
 
 from build_plan import CudaBuild, PureBuild, plan_build  # noqa: E402
@@ -81,7 +81,14 @@ def announce(text: str) -> None:
 
 
 class BuildPy(build_py):
-    """Every kind of installation copies the Python files: the place to say once what is built."""
+    """Every kind of installation copies the Python files: the place to say once what is built.
+
+    An installation without kernels keeps the reason, for the import and the errors on a machine with a GPU. It may get
+    there without its build: pip caches the wheels that it makes of an sdist or a commit, and a home directory may serve
+    machines with and without GPUs. Nothing of a build is in pip's key, and no name could hold such a wheel back: a tag
+    tells platforms apart, not machines, one that no machine has would make the wheel useless wherever it was meant to
+    go, and a version of its own (0.3.0+cpu) is refused as not the sdist's. So the wheel says what it is.
+    """
 
     def run(self) -> None:
         plan = current_plan()
@@ -90,6 +97,11 @@ class BuildPy(build_py):
         elif plan.target.notice:
             announce(plan.target.notice)
         super().run()
+        folder = (ROOT if self.editable_mode else Path(self.build_lib)) / PACKAGE
+        if isinstance(plan, PureBuild):
+            (folder / WITHOUT_KERNELS).write_text(f"{plan.reason}\n")
+        else:
+            (folder / WITHOUT_KERNELS).unlink(missing_ok=True)
 
 
 class BuildExt(build_ext):

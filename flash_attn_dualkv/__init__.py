@@ -20,10 +20,12 @@ from .decode.attention import shared_prefix_decode
 from .decode.kvcache import append_kv, flash_attn_with_kvcache
 from .decode.plan import SharedPrefixPlan
 from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from .kernels import build_info
+from .kernels import build_info, warn_without_kernels
 from .layout import SharedPromptLayout
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
 from .plan import explain_plan
+
+warn_without_kernels()
 
 # Former names of the one class of batches.
 SharedPromptBatch = PrefixTreeBatch = PackedBatch

@@ -38,6 +38,9 @@ from .nodes import COLUMNS
 from .reference import sink_gradient
 
 LIBRARY = Path(__file__).with_name("libdualkv.so")
+WITHOUT_KERNELS = LIBRARY.with_name("without_kernels.txt")  # written by setup.py
+GPU_DEVICE = Path("/dev/nvidiactl")  # where NVIDIA's driver shows a GPU; to ask the driver would initialise CUDA
+REINSTALL = "pip install --no-deps --force-reinstall --no-cache-dir ."
 NO_ROWS = (0, 0, 0, 0, 0, 0)  # the view of a tensor that is not there
 
 
@@ -66,14 +69,44 @@ def compiled_module() -> ModuleType:
     module, error = load()
     if module is not None:
         return module
-    problem = "it was installed without its kernel library" if error is None else f"its kernels do not load ({error})"
+    problem = f"its kernels do not load ({error})" if error else f"it has no kernels ({not_built()})"
     raise RuntimeError(
         f"flash_attn_dualkv cannot run on CUDA tensors: {problem}. To fix it, install a wheel with kernels for this "
-        "platform; or install the CUDA compiler nvcc (a CUDA toolkit, with CUDA_HOME set to it, or pip install "
-        "'cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.0.*') and reinstall from the source directory with 'pip install "
-        "--no-deps --force-reinstall .'. CPU tensors work without it, and DUALKV_FORCE_REFERENCE=1 computes on the GPU "
-        "without it, slowly."
+        f"platform; or install from the source directory, {how_to_build()}, with the CUDA compiler nvcc (a CUDA "
+        "toolkit, with CUDA_HOME set to it, or pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.0.*'). CPU "
+        "tensors work without kernels, and DUALKV_FORCE_REFERENCE=1 computes on the GPU without them, slowly."
     )
+
+
+def not_built() -> str | None:
+    """Why there is no library: what setup.py wrote, or that nobody installed; None where there is one."""
+    if LIBRARY.exists():
+        return None
+    if WITHOUT_KERNELS.exists():
+        return f"{WITHOUT_KERNELS.read_text().strip()} at install"
+    return f"none were built in {LIBRARY.parent}, from where Python imports it"
+
+
+def how_to_build() -> str:
+    """The command for the GPU here, for Hopper without one. pip's cache may hold a wheel without kernels."""
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    arch = "{}{}".format(*max(found, (8, 0)))
+    return f"`DUALKV_ARCHS={arch} {REINSTALL}`"
+
+
+def warn_without_kernels() -> None:
+    """Says at import that a machine with a GPU got an installation without kernels that nobody asked for."""
+    if not WITHOUT_KERNELS.exists() or LIBRARY.exists() or torch.version.cuda is None or not GPU_DEVICE.exists():
+        return
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not is_hidden and "DUALKV_PURE_PYTHON" not in (reason := not_built() or ""):
+        warnings.warn(
+            f"flash_attn_dualkv is installed without CUDA kernels ({reason}), and there is a GPU here: its functions "
+            f"raise on CUDA tensors. Install it again, from the source directory with `DUALKV_ARCHS=90 {REINSTALL}` "
+            "(90: your GPU's compute capability); pip's cache may hold the wheel without kernels. DUALKV_PURE_PYTHON=1 "
+            "at install leaves them out without this warning.",
+            stacklevel=3,
+        )
 
 
 # Calls. Arguments have been checked: by the public functions, or by the operators.
@@ -403,18 +436,20 @@ class BuildInfo(TypedDict):
     """What `build_info` tells. What was built is empty or None where there are no kernels.
 
     version: of this package. installation: "package" (of a wheel or by pip), or "checkout" where
-    Python imports the source folder. compiled: whether the CUDA kernels are there. compiled_error:
-    why they do not load, or None. archs, ptx: compute capabilities with machine code, and that of
-    the PTX for newer GPUs. gpus: the visible ones by name, and what they run: "machine code", "PTX"
-    or "nothing". head_dims, backward_head_dims: those that are built for q, k and v alike, by
-    family of kernels. dtypes: of tensors. cuda: its version. torch, torch_cuda, python, platform:
-    what it runs in.
+    Python imports the source folder. compiled: whether the CUDA kernels are there.
+    compiled_error: why they do not load, or None. not_built: why there is nothing to load, or
+    None. archs, ptx: compute capabilities with machine code, and that of the PTX for newer GPUs.
+    gpus: the visible ones by name, and what they run: "machine code", "PTX" or "nothing".
+    head_dims, backward_head_dims: those that are built for q, k and v alike, by family of
+    kernels. dtypes: of tensors. cuda: its version. torch, torch_cuda, python, platform: what it
+    runs in.
     """
 
     version: str
     installation: str
     compiled: bool
     compiled_error: str | None
+    not_built: str | None
     archs: list[str]
     ptx: str | None
     gpus: dict[str, str]
@@ -445,6 +480,7 @@ def build_info() -> BuildInfo:
         installation="checkout" if (LIBRARY.parents[1] / "csrc").is_dir() else "package",
         compiled=module is not None,
         compiled_error=error,
+        not_built=not_built(),
         archs=archs,
         ptx=built.get("ptx"),
         gpus={f"{index}: {torch.cuda.get_device_name(index)}": code_for(index, archs, built["ptx"]) for index in gpus},

@@ -24,8 +24,9 @@ from toolchain import (
     parse_head_dims,
 )
 
-DEFAULT_ARCHS = ("80", "90")
+RELEASED_ARCHS = ("80", "90")  # of the wheels of a release
 PURE_KNOB = "DUALKV_PURE_PYTHON"
+REINSTALL = "pip install --no-deps --force-reinstall --no-cache-dir ."
 NO_NVCC = "no nvcc found in CUDA_HOME, PATH, /usr/local/cuda* or pip's nvidia-cuda-nvcc"
 
 
@@ -57,9 +58,18 @@ class CudaBuild:
 
 @dataclass(frozen=True)
 class PureBuild:
-    """Install the Python package without CUDA kernels; `notice` says why and what would change it."""
+    """Install the Python package without CUDA kernels.
 
-    notice: str
+    `reason` is a clause about the machine that built, in the past, for the installation keeps it: "at install" can
+    stand behind it. `fix` is what would change it.
+    """
+
+    reason: str
+    fix: str
+
+    @property
+    def notice(self) -> str:
+        return f"{self.reason}. {self.fix}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ def plan_build(env: Mapping[str, str], machine: Machine = THIS_MACHINE) -> CudaB
     if env.get(PURE_KNOB, "") not in ("", "0"):
         if requested:
             raise BuildError(f"DUALKV_ARCHS asks for CUDA kernels and {PURE_KNOB} for none: unset one of them.")
-        return PureBuild(f"{PURE_KNOB} is set. Unset it and install again to get the CUDA kernels.")
+        return PureBuild(f"{PURE_KNOB} was set", "Unset it and install again to get the CUDA kernels.")
     target = _requested(requested, machine) if requested else _fitting(machine)
     if isinstance(target, PureBuild):
         return target
@@ -105,7 +115,7 @@ def _requested(archs: tuple[str, ...], machine: Machine) -> Target:
     """As DUALKV_ARCHS says, for whatever machine: the GPUs and the torch of this one do not matter."""
     asked = f"DUALKV_ARCHS={';'.join(archs)} asks for CUDA kernels, but"
     if machine.platform != "linux":
-        raise BuildError(f"{asked} {_not_linux(machine.platform)}")
+        raise BuildError(f"{asked} {_not_linux(machine.platform).notice}")
     nvcc = machine.nvcc(None)
     if nvcc is None:
         raise BuildError(f"{asked} {NO_NVCC}. {install_nvcc(None)}")
@@ -121,18 +131,13 @@ def _requested(archs: tuple[str, ...], machine: Machine) -> Target:
 def _fitting(machine: Machine) -> PureBuild | Target:
     """What the torch and the GPUs of this machine can use."""
     if machine.platform != "linux":
-        return PureBuild(_not_linux(machine.platform))
+        return _not_linux(machine.platform)
     torch = machine.torch()
     if torch is not None and torch.cuda is None:
-        return PureBuild(_without_cuda(torch))
+        return _without_cuda(torch)
     gpus = machine.gpus()
     usable = tuple(gpu for gpu in gpus.capabilities if gpu >= (8, 0))
-    if gpus.capabilities and not usable:
-        return PureBuild(
-            f"the GPU here has compute capability {_dotted(gpus.capabilities)}; the kernels need 8.0 (A100, RTX 30 "
-            'series) or newer. To build for another machine set DUALKV_ARCHS, for example DUALKV_ARCHS="80;90".'
-        )
-    return _for_gpus(usable, gpus.driver, machine) if usable else _without_gpus(gpus, machine)
+    return _for_gpus(usable, gpus.driver, machine) if usable else _without_gpu(gpus)
 
 
 def _for_gpus(usable: tuple[tuple[int, int], ...], driver: tuple[int, int] | None, machine: Machine) -> Target:
@@ -150,36 +155,32 @@ def _for_gpus(usable: tuple[tuple[int, int], ...], driver: tuple[int, int] | Non
     return Target(nvcc, archs, unknown if by_ptx else "")
 
 
-def _without_gpus(gpus: Gpus, machine: Machine) -> PureBuild | Target:
-    """Where kernels can be built they are: container images are made on machines without a GPU."""
-    no_gpu = f"no GPU is visible{f' ({gpus.problem})' if gpus.problem else ''}"
-    try:
-        nvcc = machine.nvcc(None)
-    except BuildError as error:
-        return PureBuild(f"{no_gpu}, and {error}")
-    if nvcc is None:
-        return PureBuild(f"{NO_NVCC}, and {no_gpu}. {install_nvcc(None)}")
-    default = " and ".join(DEFAULT_ARCHS)
-    return Target(nvcc, DEFAULT_ARCHS, f"{no_gpu}: building for {default}. Set DUALKV_ARCHS to choose.")
+def _without_gpu(gpus: Gpus) -> PureBuild:
+    """Even where nvcc is: nobody can tell which kernels are wanted, and those of a release take minutes."""
+    other = f"For another GPU, such as one of compute capability 9.0: DUALKV_ARCHS=90 {REINSTALL}"
+    if gpus.capabilities:
+        old = f"only a GPU of compute capability {_dotted(gpus.capabilities)} was visible"
+        return PureBuild(old, f"The kernels need 8.0 (A100, RTX 30 series) or newer. {other}")
+    return PureBuild(f"no GPU was visible{f' ({gpus.problem})' if gpus.problem else ''}", other)
 
 
-def _not_linux(platform: str) -> str:
+def _not_linux(platform: str) -> PureBuild:
     use = {
         "win32": "For the kernels use Linux on a machine with an NVIDIA GPU, or WSL 2 here.",
         "darwin": "For the kernels use a Linux machine with an NVIDIA GPU.",
     }
-    return f"the CUDA kernels are built on Linux only; this is {platform}. {use.get(platform, use['darwin'])}"
+    built = f"the CUDA kernels are built on Linux only, and the platform was {platform}"
+    return PureBuild(built, use.get(platform, use["darwin"]))
 
 
-def _without_cuda(torch: TorchBuild) -> str:
-    if torch.hip:
-        built = f"torch {torch.version} is built for ROCm, and the kernels are CUDA kernels."
-    else:
-        here = " An NVIDIA driver is present on this machine." if Path("/proc/driver/nvidia/version").exists() else ""
-        built = f"torch {torch.version} is built without CUDA.{here}"
-    return (
-        f"{built} For the kernels (Linux, NVIDIA GPU of compute capability 8.0 or newer) install a CUDA build of "
-        "torch, then install this package again."
+def _without_cuda(torch: TorchBuild) -> PureBuild:
+    lacks = "for ROCm, and the kernels are CUDA kernels" if torch.hip else "without CUDA"
+    has_driver = not torch.hip and Path("/proc/driver/nvidia/version").exists()
+    here = "An NVIDIA driver is present on this machine. " if has_driver else ""
+    return PureBuild(
+        f"torch {torch.version}, built {lacks}, was there",
+        f"{here}For the kernels (Linux, NVIDIA GPU of compute capability 8.0 or newer) install a CUDA build of torch, "
+        "then install this package again.",
     )
 
 

@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_plan import DEFAULT_ARCHS
+from build_plan import RELEASED_ARCHS
 from extension import kernel_steps
 from toolchain import BuildError, KernelSource, find_nvcc, parallel_jobs, run_parallel
 
@@ -74,7 +74,7 @@ def ptxas_warnings(log: str) -> list[str]:
 
 def problems_of(source: KernelSource, kernels: list[Usage]) -> list[str]:
     """What is wrong with the kernels of a source."""
-    missing = {real for _, real in source.targets(DEFAULT_ARCHS)} - {kernel.arch for kernel in kernels}
+    missing = {real for _, real in source.targets(RELEASED_ARCHS)} - {kernel.arch for kernel in kernels}
     problems = [f"no kernel for {arch} found in ptxas' messages" for arch in sorted(missing)]
     for kernel in kernels:
         name = f"{source.path.stem}: {kernel.name} for {kernel.arch}"
@@ -89,7 +89,7 @@ def check(root: Path) -> int:
     nvcc = find_nvcc(None)
     if nvcc is None:
         raise BuildError("no nvcc in CUDA_HOME, PATH, /usr/local/cuda* or pip's nvidia-cuda-nvcc")
-    steps = kernel_steps(root, nvcc, DEFAULT_ARCHS)
+    steps = kernel_steps(root, nvcc, RELEASED_ARCHS)
     run_parallel([step for _, step in steps], parallel_jobs(os.environ))
     count, problems = 0, []
     for source, step in steps:

@@ -22,11 +22,11 @@ import extension
 import pytest
 import pythons
 import toolchain
-from build_plan import DEFAULT_ARCHS
+from build_plan import RELEASED_ARCHS
 from toolchain import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHS = {"DUALKV_ARCHS": ";".join(DEFAULT_ARCHS)}
+ARCHS = {"DUALKV_ARCHS": ";".join(RELEASED_ARCHS)}
 # What every Linux has.
 SYSTEM_LIBRARIES = {"libc", "libdl", "libgcc_s", "libm", "libpthread", "librt", "libstdc++", "ld-linux"}
 
@@ -34,7 +34,7 @@ SYSTEM_LIBRARIES = {"libc", "libdl", "libgcc_s", "libm", "libpthread", "librt", 
 def copy_checkout(target: Path) -> Path:
     """The sources, because building leaves its traces beside them."""
     ignored = shutil.ignore_patterns(
-        ".git", "build", "*.egg-info", "__pycache__", ".*cache", ".hypothesis", ".venv*", "*.so"
+        ".git", "build", "*.egg-info", "__pycache__", ".*cache", ".hypothesis", ".venv*", "*.so", "without_*.txt"
     )
     shutil.copytree(ROOT, target, ignore=ignored)
     return target
@@ -66,7 +66,7 @@ def test_released_wheels_serve_what_the_metadata_names():
     classifiers = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
     assert served == classifiers
     assert int(classifiers[0]) == pythons.OLDEST[1]
-    assert re.findall(r'DUALKV_ARCHS="(.+)"', workflow) == [";".join(DEFAULT_ARCHS)]
+    assert re.findall(r'DUALKV_ARCHS="(.+)"', workflow) == [";".join(RELEASED_ARCHS)]
 
 
 def run_python(
@@ -100,12 +100,10 @@ def test_the_sdist_contains_everything(checkout, tmp_path):
 
 @pytest.fixture(scope="module")
 def installed(checkout, tmp_path_factory):
-    """The folder that `pip install` fills; without kernels even where they could be built: they take minutes."""
-    import torch
-
+    """The folder that `pip install` fills where no GPU is visible."""
     target = tmp_path_factory.mktemp("installed")
     options = ["install", "--no-build-isolation", "--no-deps", "--no-index", "-v", "--target", str(target)]
-    knobs = {"DUALKV_ARCHS": "", "DUALKV_PURE_PYTHON": "1" if torch.version.cuda or torch.version.hip else ""}
+    knobs = {"DUALKV_ARCHS": "", "DUALKV_PURE_PYTHON": "", "CUDA_VISIBLE_DEVICES": ""}
     result = run_python(checkout, "-m", "pip", *options, ".", **knobs)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "WITHOUT CUDA KERNELS" in result.stdout + result.stderr
@@ -115,12 +113,31 @@ def installed(checkout, tmp_path_factory):
 def test_an_installation_contains_the_package_and_nothing_else(checkout, installed):
     package = checkout / "flash_attn_dualkv"
     sources = {path.relative_to(checkout) for path in package.rglob("*.py")} | {Path("flash_attn_dualkv/py.typed")}
+    sources.add(Path("flash_attn_dualkv/without_kernels.txt"))
     files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     metadata = {path for path in files if ".dist-info" in path.parts[0]}
     assert files - metadata == sources
     assert any(path.name == "LICENSE" for path in metadata)
     (wheel,) = (installed / path for path in metadata if path.name == "WHEEL")
     assert "Tag: py3-none-any" in wheel.read_text()
+
+
+def test_an_installation_without_kernels_knows_why(checkout, installed, tmp_path):
+    """So does an editable one; build_info and the demo say it. One with kernels forgets it."""
+    record = "flash_attn_dualkv/without_kernels.txt"
+    reason = (installed / record).read_text()
+    assert re.fullmatch("no GPU was visible.*\n|torch .*, built (without CUDA|for ROCm.*), was there\n", reason)
+    result = run_python(installed, "-m", "flash_attn_dualkv.demo", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0 and "works on the CPU" in result.stdout
+    code = "import flash_attn_dualkv; print(flash_attn_dualkv.build_info()['not_built'])"
+    assert run_python(installed, "-c", code).stdout == f"{reason.strip()} at install\n"
+
+    editable = "import setuptools.build_meta as backend, sys; backend.build_editable(sys.argv[1])"
+    result = run_python(checkout, "-c", editable, str(tmp_path), DUALKV_ARCHS="", DUALKV_PURE_PYTHON="1")
+    assert result.returncode == 0, result.stderr
+    assert run_python(checkout, "-c", code).stdout == "DUALKV_PURE_PYTHON was set at install\n"
+    (checkout / record).unlink()
+    assert "none were built in " in run_python(checkout, "-c", code).stdout
 
 
 def test_the_version_is_the_same_everywhere(installed):
@@ -353,6 +370,9 @@ def test_the_installed_wheel_says_what_it_has(unpacked):
 
 @pytest.mark.slow
 def test_an_editable_installation_fills_the_package_of_the_sources(product):
+    (product.checkout / "flash_attn_dualkv/without_kernels.txt").write_text("no GPU was visible\n")  # once
     build_in_isolation(product, "install", "-e", ".", DUALKV_PYTHONS="", DUALKV_HEAD_DIMS="64")
-    binaries = {path.name for path in (product.checkout / "flash_attn_dualkv").glob("*.so")}
+    package = product.checkout / "flash_attn_dualkv"
+    binaries = {path.name for path in package.glob("*.so")}
     assert binaries == {"libdualkv.so", "_C" + sysconfig.get_config_var("EXT_SUFFIX")}
+    assert not (package / "without_kernels.txt").exists()

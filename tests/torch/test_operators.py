@@ -282,9 +282,28 @@ def test_softcaps_of_the_kernels_are_those_of_the_header() -> None:
     assert least and largest and (float(least[1]), float(largest[1])) == checks.KERNEL_SOFTCAPS
 
 
-@pytest.mark.parametrize("reason", [None, "undefined symbol: cudaLaunch"])
-def test_cuda_call_without_kernels_names_the_fix(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "load", lambda: (None, reason))
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What setup.py wrote where it left the kernels out."""
+    path = tmp_path / "without_kernels.txt"
+    path.write_text("no GPU was visible\n")
+    monkeypatch.setattr(kernels, "WITHOUT_KERNELS", path)
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "libdualkv.so")
+    return path
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (7, 5)])
+@pytest.mark.parametrize("reason", ["no GPU was visible at install", "none were built in", "undefined symbol: cuda"])
+def test_cuda_call_without_kernels_names_the_fix(
+    reason: str, capability: tuple[int, int] | None, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "load", lambda: (None, reason if "symbol" in reason else None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if "none" in reason:
+        written.unlink()
+    arch = 80 if capability else 90
+    command = f"DUALKV_ARCHS={arch} pip install --no-deps --force-reinstall --no-cache-dir ."
     monkeypatch.setattr(kernels, "current_device", lambda: -1)
     q, k, v, *_, nodes = tensors_of_a_call()
     functions: list[tuple[Any, tuple[Any, ...]]] = [
@@ -297,7 +316,34 @@ def test_cuda_call_without_kernels_names_the_fix(reason: str | None, monkeypatch
         with pytest.raises(RuntimeError, match="install a wheel with kernels") as caught:
             function(*given)
         assert "nvcc" in str(caught.value)
-        assert (reason or "without its kernel library") in str(caught.value)
+        assert reason in str(caught.value) and f"`{command}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({}, True), ({"text": "DUALKV_PURE_PYTHON was set\n"}, False), ({"gpu": False}, False), ({"cuda": None}, False),
+     ({"visible": ""}, False), ({"visible": "1"}, True), ({"library": True}, False)],
+)  # fmt: skip
+def test_the_import_says_that_a_gpu_has_no_kernels(
+    change: dict[str, Any], says: bool, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where pip's cache had the wheel of a machine without a GPU. Not where it was asked for, or no GPU is used."""
+    gpu = written.with_name("nvidiactl")
+    monkeypatch.setattr(kernels, "GPU_DEVICE", gpu)
+    monkeypatch.setattr(torch.version, "cuda", change.get("cuda", "13.0"))
+    written.write_text(change.get("text", written.read_text()))
+    for path, is_there in ((gpu, change.get("gpu", True)), (kernels.LIBRARY, change.get("library", False))):
+        if is_there:
+            path.touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if "visible" in change:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", change["visible"])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        kernels.warn_without_kernels()
+    assert len(said) == says
+    for one in said:
+        assert re.search("no GPU was visible at install.*ARCHS=90 pip install .*--no-cache-dir .`", str(one.message))
 
 
 def test_a_library_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
