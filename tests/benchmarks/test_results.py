@@ -240,6 +240,26 @@ def test_readme_has_no_other_figures() -> None:
                 assert ratio == pytest.approx(peer / own, rel=0.01), line  # both are rounded
 
 
+def test_the_first_figures_of_the_readme_are_of_the_results() -> None:
+    """What a user gains end to end, in the first lines, is what the tables of trainers say."""
+    page = (RESULTS / "trainers" / "README.md").read_text()
+    trl = re.split(r"^### GRPO: .* 8 prompts, 16 x 4096 x 512, 28 layers of width 1024", page, flags=re.M)[1]
+    verl = re.split(r"^### Qwen3-8B, 32 x 8192 x 2048, .* 2 prompts, 2 GPUs$", page, flags=re.M)[1]
+    vllm = [row for row in page.splitlines() if row.startswith("| H200 ") and "qwen3-8b, 36 " in row]
+    vllm = [row for row in vllm if "| 16 x 16 x 8192 x 512 " in row]
+    expected = [
+        re.search(r"^\| step, s +\| ([\d.]+) +\| ([\d.]+)", trl, re.M),
+        re.search(r"\| verl, tokens 40960 +\| ([\d.]+) .*?\n\| plug-in, tokens 40960 +\| ([\d.]+) ", verl, re.S),
+        re.search(r"\| vLLM +\| +([\d.]+) .*?\| this package +\| +([\d.]+) ", "\n".join(vllm), re.S),
+    ]
+    found = re.findall(r"^\| \[(\w+)\].* \| ([\d.]+) → ([\d.]+) \(([\d.]+)x\) \|", README.partition("```")[0], re.M)
+    assert [name for name, *_ in found] == ["TRL", "verl", "vLLM"]
+    for (name, *figures), match in zip(found, expected):
+        assert match is not None, name
+        stock, own = map(float, match.groups())
+        assert figures == [f"{stock:.1f}", f"{own:.1f}", f"{stock / own:.1f}"], name
+
+
 def test_half_a_result_of_trl_is_none(tmp_path: Path) -> None:
     assert trainers_report.runs_of_trl(tmp_path) == ""
     source = min(bench_trl.FOLDER.glob("*.json"))
