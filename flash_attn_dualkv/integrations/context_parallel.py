@@ -34,7 +34,7 @@ from ..host import to_device
 from ..layout import SharedPromptLayout
 from ..nodes import part_table
 from ..packed_attention import checked_tensors, packed_options
-from .divided import DividedLayout, check_group
+from .divided import DividedLayout, all_gather, check_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,13 +212,11 @@ class _Call:
 
     def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The keys and values of all rows, some heads after the other; the next ones are on their way meanwhile."""
-        ranks, width = dist.get_world_size(self.group), k.shape[2]
+        width = k.shape[2]
         pending: list[tuple[Tensor, Any]] = []
         for own in torch.cat([k, v], 2).chunk(self.parts, 1):
-            whole = own.new_empty((ranks * own.shape[0], *own.shape[1:]))
             # The sent heads lie in a copy of their own, which the work keeps.
-            work = dist.all_gather_into_tensor(whole, own.contiguous(), group=self.group, async_op=True)
-            pending.append((whole, work))
+            pending.append(all_gather(own, self.group, async_op=True))
             if len(pending) > 1:
                 yield self._ordered(*pending.pop(0), width)
         yield self._ordered(*pending.pop(0), width)

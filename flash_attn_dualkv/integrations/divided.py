@@ -133,6 +133,13 @@ def check_divided(layout: Any, whole: SharedPromptLayout) -> None:
         raise SharedPromptLayoutError(explain("layout", "the batch's, divided", "that of another batch"))
 
 
+def all_gather(own: Tensor, group: Any, *, async_op: bool = False) -> tuple[Tensor, Any]:
+    """The rows of all ranks, one rank's behind the other's, and what to wait for where they are on their way."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+    whole = own.new_empty((dist.get_world_size(group) * own.shape[0], *own.shape[1:]))
+    return whole, gather(whole, own.contiguous(), group=group, async_op=async_op)
+
+
 class Sum(torch.autograd.Function):
     """Over ranks; its gradient is summed as well, as often as one differentiates."""
 

@@ -29,7 +29,7 @@ from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError
 from ..layout import SharedPromptLayout
 from ..packed_attention import shared_prompt_attention
-from .divided import DividedLayout, Sum, check_group
+from .divided import DividedLayout, Sum, all_gather, check_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,10 +183,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        ranks = dist.get_world_size(group)
-        whole = values.new_empty((ranks * values.shape[0], *values.shape[1:]))
-        dist.all_gather_into_tensor(whole, values.contiguous(), group=group)
-        return whole
+        return all_gather(values, group)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

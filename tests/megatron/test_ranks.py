@@ -23,6 +23,8 @@ from processes import run_ranks
 from tiny_megatron import alone, check_close, check_gradients, gradients, megatron, tiny_chunk, tiny_config, weights_of
 from torch import Tensor
 
+from flash_attn_dualkv.integrations.divided import all_gather
+
 RANKS = 4
 MICRO_BATCHES = (tiny.prompts_and_responses, tiny.tree)
 
@@ -220,7 +222,7 @@ def _gather_gradients(chunk: Any) -> None:
     for buffer in chunk.buffers:
         for bucket in buffer.buckets:
             part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            torch.distributed.all_gather_into_tensor(bucket.grad_data, part, group=group)
+            bucket.grad_data.copy_(all_gather(part, group)[0])
 
 
 def _sequences_with_weights(multiple: int) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -197,6 +198,7 @@ def python_blocks(page: str) -> list[str]:
 
 
 def _run_rank(rank: int, ranks: int, results: Any) -> None:
+    warnings.filterwarnings("error", ".*torch.distributed", FutureWarning)  # deprecated collectives
     group = dist.group.WORLD
     assert group is not None
     for name in MODELS if ranks < 8 else ["qwen3"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ def model_step(name: str, group: Any, ranks: int) -> tuple[Tensor, dict[str, Ten
 
 
 def _run_rank(rank: int, ranks: int, results: Any) -> None:
+    warnings.filterwarnings("error", ".*torch.distributed", FutureWarning)  # deprecated collectives
     group = dist.group.WORLD
     layout = layout_for(ranks)
     for heads, able in HEADS.items():
