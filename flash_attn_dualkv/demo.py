@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"device    {torch.cuda.get_device_name() if device == 'cuda' else f'CPU: {reason}'}, {dtype}")
     print(f"group     a prompt of {prompt:,}, {len(responses)} responses of {min(responses)} to {max(responses)}")
     print(f"tokens    replicated {copied:,}, shared {tokens:,}: rho = {copied / tokens:.2f}\n", flush=True)
+    if device == "cpu" and copied < 4096:  # threads would wait for each other longer than they compute
+        torch.set_num_threads(1)
     try:
         with torch.device(device):
             torch.manual_seed(0)
