@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
-from tiny_models import MIXED, VERSION, Samples, dualkv, lose_a_layout, row_of, tiny_config, tiny_model, transformers
+from tiny_models import (
+    COMMON,
+    FAMILIES,
+    MIXED,
+    VERSION,
+    Samples,
+    dualkv,
+    lose_a_layout,
+    row_of,
+    tiny_config,
+    tiny_model,
+    transformers,
+)
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, kernels
 from flash_attn_dualkv.integrations import guard
@@ -97,6 +109,37 @@ def test_a_layer_that_runs_twice_counts_once():
     attention = model.model.layers[0].self_attn
     with pytest.raises(SharedPromptLayoutError, match=LOST + "1"), dualkv.expect_shared_prompt(BATCH.layout, 2):
         _ = [guard.consume(attention, BATCH.layout) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", [one for one in ("gemma3n_text", "gemma4_text") if one in transformers.CONFIG_MAPPING])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_reentrant_checkpoints_of_shared_keys(name, hooked):
+    """They lose the gradients of the keys, in the stock model as well."""
+    sizes = {**COMMON, **FAMILIES["gemma4_text"].options, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv").train()
+    if hooked:
+        dualkv.install_layout_hook(model)
+
+    def score():
+        return model(**inputs()) if hooked else dualkv.shared_prompt_forward(model, BATCH)
+
+    model.gradient_checkpointing_enable(dict(use_reentrant=True))
+    model.enable_input_require_grads()
+    if hasattr(model.model.layers[-1].self_attn, "k_proj"):  # transformers 4: every layer makes its keys
+        score()
+        return
+    with pytest.raises(SharedPromptError, match="use_reentrant: expected False for layers that attend to the keys of"):
+        score()
+    with torch.no_grad():
+        score()
+    model.eval()
+    score()
+    model.train().gradient_checkpointing_enable(dict(use_reentrant=False))
+    score()
+    owner = tiny_model("llama").train()
+    owner.gradient_checkpointing_enable(dict(use_reentrant=True))
+    dualkv.shared_prompt_forward(owner, BATCH)
 
 
 class Interruption(BaseException):

@@ -19,7 +19,7 @@ from ...errors import SharedPromptError, SharedPromptLayoutError
 from . import hybrid, late
 from .adapters import check_adapters, is_adapter_layer
 from .structure import decoder_of, lock_of
-from .support import FirstUseError, check_modules, check_noise, check_positions
+from .support import FirstUseError, check_checkpoints, check_modules, check_noise, check_positions
 from .trial import Trial, is_trying
 
 __all__ = ["FirstUseError", "check_first_use"]
@@ -67,8 +67,9 @@ def check_first_use(
     with lock_of(stock):
         hybrid.prepare(stock)
         late.prepare(stock)
-        # Checked every time: the active adapter without layers shows in no module.
+        # Checked every time: the active adapter without layers shows in no module, nor do checkpoints.
         check_adapters(stock if model is None else model)
+        check_checkpoints(stock)
         known = _errors.setdefault(stock, {})
         # Keyed by the outermost module too, which takes part in the trial.
         outer = None if model is None else weakref.ref(model)

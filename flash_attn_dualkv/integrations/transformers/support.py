@@ -321,6 +321,30 @@ def check_noise(model: Any) -> None:
             raise FirstUseError(explain(f"config.{field}", "0 in training mode", value) + advice, "dropout")
 
 
+def check_checkpoints(model: nn.Module) -> None:
+    """Refuse reentrant checkpoints around layers that attend to the keys of earlier ones, as in Gemma 3n and 4.
+
+    Such a checkpoint knows no gradient but of what a layer is given and returns: those of the keys are lost, without a
+    word, in stock training as well. In transformers 4 it is the default.
+
+    Raises:
+        SharedPromptError: names the option.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for layer in model.modules():
+        attention = getattr(layer, "self_attn", None)
+        # Before transformers 5 they have a projection, and use it unless there is a cache.
+        if not getattr(attention, "is_kv_shared_layer", False) or hasattr(attention, "k_proj"):
+            continue
+        if layer.training and getattr(layer, "gradient_checkpointing", False):
+            options = getattr(layer._gradient_checkpointing_func, "keywords", {})
+            if options.get("use_reentrant") is not False:
+                expected = "False for layers that attend to the keys of earlier ones, whose gradients would be lost"
+                advice = "; model.gradient_checkpointing_enable(dict(use_reentrant=False))"
+                raise SharedPromptError(explain("use_reentrant", expected, options.get("use_reentrant")) + advice)
+
+
 def fields_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The fields of a configuration and of its parts, with their names."""
     for name, value in config.items():
