@@ -49,6 +49,12 @@ Every model is tiny and random, in training mode. *Exact*: the log-probabilities
 trained parameters are those of each sequence alone in the stock model, up to rounding (of float64 wherever the model
 runs in it), with equal random numbers where a forward draws any. *Refused*: an error says why, and nothing is computed;
 the trainers' plug-ins then take the stock path.
+
+Linear layers in 8 bits that look at all tokens of a row are not exact. LLM.int8 of bitsandbytes finds by these which
+features have outliers, and float8 with tensorwise scales takes its scale from the largest value of all. There a token
+depends on the others of its row, in the stock model too: packed rows differ from it by as much as it differs from
+itself in another batch, in log-probabilities by a hundredth and in gradients by a tenth and more with float8. Scales of
+each token depend on nothing else.
 """
 _NOTES = {
     CAUSAL_LMS: "By `model_type` in a checkpoint's `config.json`.",
