@@ -19,8 +19,8 @@ from ..data.batch import IGNORED_LABEL
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptError
 from .fallback import AUTOCAST_DTYPES, Refusal
-from .padded import PaddedScores, check_version
-from .replacing import after_import, replace_once
+from .padded import PaddedScores
+from .versions import LLAMA_FACTORY
 
 __all__ = ["main", "share_prompts"]
 
@@ -35,15 +35,11 @@ def share_prompts(*, min_dedup_ratio: float = 1.1, self_check: bool = True, min_
 
     Raises:
         SharedPromptError: an argument is not as described.
-        ImportError: LLaMA-Factory is missing, or of a version that this is not written for.
+        ImportError, SharedPromptUnsupportedError: LLaMA-Factory is missing, or of a version that `versions.py` refuses.
     """
     scores = PaddedScores(PaddedScores.options_of(min_dedup_ratio, self_check, min_shared))
-    check_version("llamafactory", "0.9.5")
-
-    def change(module: Any) -> None:
-        replace_once(module.CustomDPOTrainer, "concatenated_forward", lambda stock: _forward(stock, scores))
-
-    after_import("llamafactory.train.dpo.trainer", change)
+    name = "CustomDPOTrainer.concatenated_forward"
+    LLAMA_FACTORY.replace({"llamafactory.train.dpo.trainer": {name: lambda stock: _forward(stock, scores)}})
 
 
 def _forward(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., Any]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..data.pack import MIN_SHARED
 from .fallback import AUTOCAST_DTYPES, PREFIX, Refusal, savings
-from .padded import PaddedScores, check_version
-from .replacing import after_import, replace_once
+from .padded import PaddedScores
+from .versions import MS_SWIFT
 
 __all__ = ["share_prompts"]
 
@@ -40,16 +40,11 @@ def share_prompts(*, min_dedup_ratio: float = 1.1, self_check: bool = True, min_
 
     Raises:
         SharedPromptError: an argument is not as described.
-        ImportError: ms-swift is missing, or of a version that this is not written for.
+        ImportError, SharedPromptUnsupportedError: ms-swift is missing, or of a version that `versions.py` refuses.
     """
     scores = PaddedScores(PaddedScores.options_of(min_dedup_ratio, self_check, min_shared))
-    check_version("ms-swift", "4.6")
-
-    def change(module: Any) -> None:
-        name = "_get_per_token_logps_and_entropies_single"
-        replace_once(module.GRPOTrainer, name, lambda stock: _sharing(stock, scores))
-
-    after_import("swift.rlhf_trainers.grpo_trainer", change)
+    name = "GRPOTrainer._get_per_token_logps_and_entropies_single"
+    MS_SWIFT.replace({"swift.rlhf_trainers.grpo_trainer": {name: lambda stock: _sharing(stock, scores)}})
 
 
 def _sharing(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., Any]:

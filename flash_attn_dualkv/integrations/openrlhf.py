@@ -20,11 +20,11 @@ from ..checks import explain
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptUnsupportedError
 from .fallback import Refusal
-from .padded import PaddedScores, check_version
-from .replacing import after_import, replace_once
+from .padded import PaddedScores
 from .siblings import fill
 from .transformers.structure import causal_lm_of
 from .transformers.support import text_config
+from .versions import OPENRLHF
 
 __all__ = ["share_prompts"]
 
@@ -41,21 +41,20 @@ def share_prompts(*, min_dedup_ratio: float = 1.1, self_check: bool = True, min_
 
     Raises:
         SharedPromptError: an argument is not as described.
-        ImportError: OpenRLHF is missing, or of a version that this is not written for.
+        ImportError, SharedPromptUnsupportedError: OpenRLHF is missing, or of a version that `versions.py` refuses; in
+            Ray's hook a line says so instead.
     """
     scores = PaddedScores(PaddedScores.options_of(min_dedup_ratio, self_check, min_shared))
-    check_version("openrlhf", "0.11")
-
-    def change_actor(module: Any) -> None:
-        replace_once(module.Actor, "forward", lambda stock: _forward(stock, scores))
-
-    def change_trainer(module: Any) -> None:
-        replace_once(module.ActorPPOTrainer, "ppo_train", _ppo_train)
-        replace_once(module, "DataLoader", lambda stock: _data_loader)
-
-    # Not imported here: processes of rollouts, which run this too, are to be without DeepSpeed.
-    after_import("openrlhf.models.actor", change_actor)
-    after_import("openrlhf.trainer.ray.ppo_actor", change_trainer)
+    # Nothing is imported here: processes of rollouts, which run this too, are to be without DeepSpeed.
+    OPENRLHF.replace(
+        {
+            "openrlhf.models.actor": {"Actor.forward": lambda stock: _forward(stock, scores)},
+            "openrlhf.trainer.ray.ppo_actor": {
+                "ActorPPOTrainer.ppo_train": _ppo_train,
+                "DataLoader": lambda stock: _data_loader,
+            },
+        }
+    )
 
 
 class ActorOutput:
@@ -146,12 +145,12 @@ def _ppo_train(stock: Callable[..., Any]) -> Callable[..., Any]:
     return ppo_train
 
 
-def _data_loader(buffer: Any, batch_size: int, shuffle: bool, drop_last: bool, **options: Any) -> Any:
+def _data_loader(dataset: Any, batch_size: int = 1, shuffle: bool | None = None, **options: Any) -> Any:
     """OpenRLHF's loader of micro-batches. Where it shuffles, samples of a prompt meet within each optimizer's step."""
-    if not shuffle or not drop_last:
-        return DataLoader(buffer, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, **options)
-    prompts = [_prompt_of(one) for one in buffer.items]
-    return DataLoader(buffer, batch_sampler=_Siblings(prompts, batch_size, getattr(buffer, _STEP)), **options)
+    if not shuffle or not options.pop("drop_last", False):
+        return DataLoader(dataset, batch_size, shuffle, **options)
+    prompts = [_prompt_of(one) for one in dataset.items]
+    return DataLoader(dataset, batch_sampler=_Siblings(prompts, batch_size, getattr(dataset, _STEP)), **options)
 
 
 def _prompt_of(item: Any) -> tuple[int, ...]:

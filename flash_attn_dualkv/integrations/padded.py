@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import weakref
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from .. import checks
-from ..checks import explain
 from ..data.batch import PackedBatch
 from ..data.pack import pack_prefix_tree
 from ..errors import SharedPromptError, SharedPromptLayoutError
@@ -99,16 +97,6 @@ def _has_interface(causal_lm: Any) -> bool:
     text = text_config(causal_lm.config)
     models = [one for one in causal_lm.modules() if isinstance(one, PreTrainedModel) and one.config is text]
     return all(one._can_set_attn_implementation() for one in models)
-
-
-def check_version(package: str, series: str) -> None:
-    """ImportError unless the installed package is of this series, such as "0.11"."""
-    try:
-        found = version(package)
-    except PackageNotFoundError:
-        raise ImportError(explain(package, f"{series}.x", "none installed")) from None
-    if not f"{found}.".startswith(f"{series}."):
-        raise ImportError(explain(package, f"{series}.x, which this is written for", found))
 
 
 class PaddedScores:

@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Functions of other libraries, looked into, and replaced once: what takes their place knows them as `dualkv_stock`."""
+"""Functions of other libraries, looked into, and replaced once: what takes their place knows them as `dualkv_stock`.
+
+A replacement says by its own signature which calls it was written for; another version may have others.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from inspect import Parameter
 from types import FunctionType, ModuleType
 from typing import Any
+
+from ..checks import explain
+from ..errors import SharedPromptUnsupportedError
+
+Make = Callable[[Any], Callable[..., Any]]  # a replacement, of what it replaces
+
+_REST = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 
 
 def in_place_of(stock: Callable[..., Any], function: Callable[..., Any]) -> Any:
@@ -26,11 +38,60 @@ def stock_of(function: Any) -> Any:
     return getattr(function, "dualkv_stock", function)
 
 
-def replace_once(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Put make(stock) in the place of an attribute, if it is there and nothing stands in its place yet."""
-    stock = getattr(owner, name, None)
-    if stock is not None and not hasattr(stock, "dualkv_stock"):
-        setattr(owner, name, in_place_of(stock, make(stock)))
+def replace_once(owner: Any, name: str, make: Make) -> None:
+    """Put make(stock) in the place of an attribute, if nothing stands in its place yet; see `replace_all`."""
+    replace_all([(owner, name, make)])
+
+
+def replace_all(seams: Iterable[tuple[Any, str, Make]]) -> None:
+    """Replace attributes of owners, all or none; those that are replacements stay.
+
+    Raises:
+        SharedPromptUnsupportedError: an attribute is missing, or called in other ways than its replacement takes.
+    """
+    made: list[tuple[Any, str, Any, Callable[..., Any]]] = []
+    for owner, name, make in seams:
+        stock = getattr(owner, name, None)
+        if not hasattr(stock, "dualkv_stock"):
+            made.append((owner, name, stock, make(stock)))
+            check_signature(f"{getattr(owner, '__name__', owner)}.{name}", *made[-1][2:])
+    for owner, name, stock, function in made:
+        setattr(owner, name, in_place_of(stock, function))
+
+
+def check_signature(name: str, stock: Any, made: Callable[..., Any]) -> None:
+    """SharedPromptUnsupportedError unless `made` takes the calls of `stock`, and means the same by each argument.
+
+    It has the same parameters and defaults; or the first of them, and hands on the others as *args or **kwargs.
+    """
+    expected = _bare(inspect.signature(made))
+    if stock is None:
+        raise SharedPromptUnsupportedError(explain(name, f"a function {expected}", "none"))
+    got = _bare(inspect.signature(stock))
+    rest, their_rest = ({one.kind for one in found.parameters.values()} & _REST for found in (expected, got))
+    ours, theirs = ([one for one in found.parameters.values() if one.kind not in _REST] for found in (expected, got))
+    if their_rest == _REST and len(theirs) <= 1:
+        return  # somebody's wrapper, which does not tell
+    options = {one.name: one for one in ours if one.kind is Parameter.KEYWORD_ONLY}  # ours may have more
+    places = ours[: len(ours) - len(options)]
+    pairs = [*zip(places, theirs), *((one, got.parameters.get(option, one)) for option, one in options.items())]
+    others = [one.kind for one in theirs[len(places) :] if one.name not in options]
+    is_handed_on = their_rest < rest if Parameter.POSITIONAL_OR_KEYWORD in others else Parameter.VAR_KEYWORD in rest
+    is_taken = len(places) <= len(theirs) and their_rest <= rest and (not others or is_handed_on)
+    if not is_taken or not all(_is_like(*pair) for pair in pairs):
+        raise SharedPromptUnsupportedError(explain(name, f"the signature {expected}", got))
+
+
+def _is_like(ours: Parameter, theirs: Parameter) -> bool:
+    """Whether a parameter takes what another takes; `self` may have any name."""
+    is_named = theirs.name in (ours.name, "self")
+    return is_named and (theirs.default is Parameter.empty or theirs.default == ours.default)
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """A signature without annotations."""
+    parameters = [one.replace(annotation=Parameter.empty) for one in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=Parameter.empty)
 
 
 def closure_of(function: Any) -> dict[str, Any]:
@@ -77,8 +138,8 @@ class _After(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             if self in sys.meta_path:
+                self.change(module)  # which may raise: the import fails, and so does the next one
                 sys.meta_path.remove(self)
-                self.change(module)
 
         loader.exec_module = exec_module
         return spec

@@ -19,6 +19,7 @@ from tiny_models import Samples, check_gradients, gradients, tiny_model
 from torch import Tensor
 
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
+from flash_attn_dualkv.integrations import versions
 
 pytest.importorskip("openrlhf", reason="needs OpenRLHF")
 
@@ -210,13 +211,24 @@ def test_wrong_uses() -> None:
     for wrong in (dict(min_dedup_ratio=0), dict(self_check=1), dict(min_shared=0), dict(min_shared=None)):
         with pytest.raises(SharedPromptError, match=f"{next(iter(wrong))}: expected"):
             plugin.share_prompts(**wrong)
-    newer = patch("flash_attn_dualkv.integrations.padded.version", return_value="0.12.0")
-    expected = "openrlhf: expected 0.11.x, which this is written for, got 0.12.0"
-    with newer, pytest.raises(ImportError, match=expected):
+    older = patch.object(type(plugin.OPENRLHF), "version", return_value="0.11.0")
+    expected = "openrlhf: expected 0.11.2, which this is written for, got 0.11.0: its entropies are those of logits"
+    with older, pytest.raises(SharedPromptUnsupportedError, match=expected):
         plugin.share_prompts()
     before = Actor.forward
     plugin.share_prompts()
     assert Actor.forward is before
+
+
+def test_a_clone_shares_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Actor, "forward", stock_forward)
+    monkeypatch.setattr(versions, "_warned", set())
+    monkeypatch.setattr(type(plugin.OPENRLHF), "version", lambda package: "0.11.3.dev0")
+    for _ in range(2):
+        plugin.share_prompts()
+    assert hasattr(Actor.forward, "dualkv_stock")
+    (message,) = caplog.messages
+    assert "openrlhf 0.11.3.dev0 were not compared" in message and "those of 0.11.2 were" in message
 
 
 class Strategy(MagicMock):

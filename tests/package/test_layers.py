@@ -28,6 +28,7 @@ LAYERS = (
     ("data",),
     ("integrations.buffers", "integrations.divided", "integrations.guard", "integrations.lm_head"),
     ("integrations.replacing", "integrations.trees"),
+    ("integrations.versions",),
     ("integrations.ulysses", "integrations.context_parallel"),
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.fallback", "integrations.turns", "integrations.scoring", "integrations.siblings"),

@@ -33,7 +33,7 @@ from ...data.prefix_tree import Boundary, checked_boundary
 from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
-from ..replacing import replace_once, stock_of
+from ..replacing import Make, replace_all, stock_of
 from . import base_class
 from .rollout import ROLLOUT, SLIDING, Rollout, attend
 from .support import check_supported, is_hybrid, kernels_lack, text_config
@@ -70,12 +70,16 @@ def register_decode(boundary: Boundary = "replicate", *, exact: Literal["trainer
             steps that decode then have other bits than training.
 
     Raises:
-        SharedPromptError: transformers is older than 5.17; an argument is not as described.
+        SharedPromptError: transformers is older than 5.17, or so new that what is replaced has other signatures; an
+            argument is not as described.
     """
     global _boundary, _exact
     _boundary, _exact = checked_boundary(boundary), checks.choice("exact", exact, ("trainer", "split"))
-    for owner, name, make in _seams():
-        replace_once(owner, name, make)
+    try:
+        replace_all(_seams())
+    except (ImportError, SharedPromptUnsupportedError) as error:
+        got = f"{transformers.__version__}: {error}"
+        raise SharedPromptError(explain("transformers", "5.17 or newer", got)) from error
     if _ring_class() is not None:
         _ring_class().supports_block_table = True
     for name in NAMES:
@@ -102,16 +106,13 @@ def unregister_decode() -> None:
     _managers.clear()
 
 
-def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
+def _seams() -> list[tuple[Any, str, Make]]:
     """Functions of transformers that are replaced: their owners, names, and what makes the replacement."""
-    try:
-        api, initialization, runner, cache = (
-            importlib.import_module(f"{_PACKAGE}.{name}")
-            for name in ("continuous_api", "initialization", "model_runner", "cache")
-        )
-    except ImportError as error:
-        raise SharedPromptError(explain("transformers", "5.17 or newer", transformers.__version__)) from error
-    seams: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = [
+    api, initialization, runner, cache = (
+        importlib.import_module(f"{_PACKAGE}.{name}")
+        for name in ("continuous_api", "initialization", "model_runner", "cache")
+    )
+    seams: list[tuple[Any, str, Make]] = [
         (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switching),
         (initialization, "ensure_decode_fast_path_is_available", _offering_tables),
         (initialization, "decide_use_cuda_graphs", _graphs_of_decoding),

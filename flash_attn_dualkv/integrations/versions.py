@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Packages whose functions are replaced or overridden, and their versions: one table, and what follows from it.
+
+Versions whose results were compared with stock ones say nothing, and CI installs them. Those that are known to differ
+are refused. About others the signatures decide: with those that replacements were written for they run with a warning,
+else they are refused. A clone is what it calls itself: 0.9.6.dev0 was not compared. vLLM has a table of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from ..checks import explain
+from ..errors import SharedPromptUnsupportedError
+from .replacing import Make, after_import, check_signature, replace_all
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = __name__.split(".")[0]
+_HOOK = "ray._private.runtime_env.setup_hook"  # calls what is named as worker_process_setup_hook
+_warned: set[str] = set()
+
+
+class Package(NamedTuple):
+    """A package, and what is known of its versions.
+
+    Attributes:
+        name, module: as pip and as Python know it.
+        compared: versions, and beginnings of versions, whose results were compared with stock ones.
+        differ: what is otherwise in versions that are refused, such as "<0.11.1".
+    """
+
+    name: str
+    module: str
+    compared: tuple[str, ...]
+    differ: Mapping[str, str] = {}
+
+    def replace(self, modules: Mapping[str, Mapping[str, Make]]) -> None:
+        """Replace functions as soon as their modules are imported, all of a module or none; once.
+
+        Inside Ray's hook a refusal is a line of the log, and the package stays as it is: errors there end the job.
+
+        Args:
+            modules: what makes replacements, by modules and by names in them, such as "Actor.forward".
+
+        Raises:
+            ModuleNotFoundError: the package is missing.
+            SharedPromptUnsupportedError: a version that is known to differ, or one with other modules or signatures.
+                The import of a module raises it where that comes later.
+        """
+        is_hook = _is_in_rays_hook()
+        refused: list[Exception] = []
+
+        @contextmanager
+        def forgiving() -> Iterator[None]:
+            try:
+                yield
+            except (ModuleNotFoundError, SharedPromptUnsupportedError) as error:
+                if not is_hook:
+                    raise
+                refused.append(error)
+                logger.warning("flash_attn_dualkv: prompts are NOT shared, %s stays as it is: %s", self.name, error)
+
+        def change(makers: Mapping[str, Make], module: Any) -> None:
+            if refused:
+                return
+            with forgiving(), self._deciding():
+                seams = []
+                for path, make in makers.items():
+                    owner, _, name = path.rpartition(".")
+                    seams.append((getattr(module, owner, None) if owner else module, name, make))
+                replace_all(seams)
+
+        with forgiving():
+            self.check_version()
+            self._check_modules(modules)
+            for name, makers in modules.items():
+                after_import(name, partial(change, makers))
+
+    def check_classes(self, *classes: type) -> None:
+        """Refuse a version, or warn of it, by the methods of the package that classes of this one override.
+
+        Raises:
+            SharedPromptUnsupportedError: a version that is known to differ, or one with other signatures.
+        """
+        self.check_version()
+        with self._deciding():
+            for kind in classes:
+                for made, stock in _overrides(kind):
+                    check_signature(f"{stock.__module__}.{stock.__qualname__}", stock, made)
+
+    def version(self) -> str:
+        """That of the module if it is imported and has one, else of the installation."""
+        found = getattr(sys.modules.get(self.module), "__version__", None)
+        try:
+            return str(found or metadata.version(self.name))
+        except metadata.PackageNotFoundError:  # a clone on the path
+            return "of an unknown version"
+
+    def check_version(self) -> None:
+        """SharedPromptUnsupportedError for a version that is known to differ."""
+        version = _parsed(self.version())
+        for versions, what in self.differ.items():
+            if version is not None and SpecifierSet(versions).contains(version, prereleases=True):
+                raise self._refusal(what)
+
+    def _check_modules(self, modules: Iterable[str]) -> None:
+        """Refuse a package without these modules, none of which is imported here."""
+        spec = find_spec(self.module)
+        if spec is None:
+            raise ModuleNotFoundError(explain(self.name, "installed", "none"))
+        for module in modules:
+            parts = module.split(".")[1:]
+            paths = [Path(folder, *parts) for folder in spec.submodule_search_locations or ()]
+            if not any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths):
+                raise self._refusal(f"it has no {module}")
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Around checks of signatures, which decide about versions that were not compared."""
+        try:
+            yield
+        except SharedPromptUnsupportedError as error:
+            raise self._refusal(str(error)) from None
+        version = _parsed(self.version())
+        if not any(_is_of(version, one) for one in self.compared) and self.name not in _warned:
+            _warned.add(self.name)
+            logger.warning(
+                "flash_attn_dualkv: results of %s %s were not compared with stock ones, those of %s were. What is "
+                "replaced there has the same signatures, and prompts are shared: compare a step with and without.",
+                self.name, self.version(), " and ".join(self.compared),
+            )  # fmt: skip
+
+    def _refusal(self, reason: str) -> SharedPromptUnsupportedError:
+        expected = f"{' or '.join(self.compared)}, which this is written for"
+        return SharedPromptUnsupportedError(f"{explain(self.name, expected, self.version())}: {reason}")
+
+
+OPENRLHF = Package(
+    "openrlhf",
+    "openrlhf",
+    ("0.11.2",),
+    {"<0.11.1": "its entropies are those of logits that are not divided by the temperature"},
+)
+MS_SWIFT = Package("ms-swift", "swift", ("4.6.0",))
+LLAMA_FACTORY = Package("llamafactory", "llamafactory", ("0.9.5",))
+TRL = Package("trl", "trl", ("1.16",), {"<1": "its models have no forward that returns scores, fused_lm_head"})
+VERL = Package("verl", "verl", ("0.9.1",))
+MEGATRON_CORE = Package(
+    "megatron-core", "megatron.core", ("0.18.2", "0.19.2"), {"<0.18": "its GPTModel takes no output_processor"}
+)
+LM_EVAL = Package("lm_eval", "lm_eval", ("0.4.13",))
+
+
+def _parsed(version: str) -> Version | None:
+    """None for what is no version."""
+    try:
+        return Version(version)
+    except InvalidVersion:
+        return None
+
+
+def _is_of(version: Version | None, compared: str) -> bool:
+    """Whether a version is a release of what was compared: that, or one that begins with it."""
+    release = Version(compared).release
+    return version is not None and not version.is_prerelease and version.release[: len(release)] == release
+
+
+def _overrides(kind: type) -> Iterator[tuple[FunctionType, Any]]:
+    """The methods that a class has from this package in the place of others', and those others."""
+    ours = [one for one in kind.__mro__ if one.__module__.split(".")[0] == _PACKAGE]
+    for name, made in [item for one in ours for item in vars(one).items()]:
+        stock = next((vars(one)[name] for one in kind.__mro__ if one not in ours and name in vars(one)), None)
+        if isinstance(made, FunctionType) and callable(stock) and not name.startswith("__"):
+            yield made, stock
+
+
+def _is_in_rays_hook() -> bool:
+    """Whether Ray runs this as a worker's worker_process_setup_hook."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != _HOOK:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
