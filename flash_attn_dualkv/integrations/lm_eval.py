@@ -33,6 +33,7 @@ from .scoring import MAX_TOKENS, MIN_SHARED, scoring_batches
 from .transformers import register, shared_prompt_logits
 from .transformers.structure import causal_lm_of
 from .transformers.support import check_attention, check_supported, rope_class
+from .versions import LM_EVAL
 
 ATTENTION = "dualkv"
 
@@ -212,6 +213,8 @@ def _one_behind(launched: Iterator[_T]) -> Iterator[_T]:
         yield before
         before = after
 
+
+LM_EVAL.check_classes(DualKVLM)
 
 if __name__ == "__main__":
     cli_evaluate()

@@ -11,9 +11,9 @@ Programs that call the model themselves pass packed_seq_params=SharedPackedSeqPa
 and 0.19; docs/megatron.md.
 """
 
-from .support import check_version
+from ..versions import MEGATRON_CORE
 
-check_version()  # first: another version may lack what is imported below
+MEGATRON_CORE.check_version()  # first: another version may lack what is imported below
 
 from .attention import SharedPromptAttention, get_gpt_layer_shared_prompt_spec  # noqa: E402
 from .forward import score_logits, shared_prompt_forward, shared_prompt_values  # noqa: E402

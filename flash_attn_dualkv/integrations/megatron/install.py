@@ -27,10 +27,11 @@ from ...layout import SharedPromptLayout, check_unpacked, is_in_backward
 from ...packed_attention import BACKENDS
 from .. import guard
 from ..context_parallel import ContextLayout
+from ..versions import MEGATRON_CORE
 from .attention import AttentionSettings, OnPackedRows
 from .params import SharedPackedSeqParams
 from .rotary import OfPositions
-from .support import check_config, check_training, check_version
+from .support import check_config, check_training
 
 # Classes whose forward is known, and may be inherited: subclasses with another forward compute
 # something else.
@@ -54,11 +55,9 @@ def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "au
         backend: of `shared_prompt_attention`: "reference" computes fp32 models on a GPU, slowly.
 
     Raises:
-        SharedPromptUnsupportedError: another Megatron-Core; a setting or a layer that is not exact on packed rows, by
-            name.
+        SharedPromptUnsupportedError: a setting or a layer that is not exact on packed rows, by name.
         SharedPromptError: an argument is not as described.
     """
-    check_version()
     checks.choice("backend", backend, BACKENDS)
     given = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     chunks = [_gpt_model(one) for one in given]
@@ -164,6 +163,11 @@ def _extend(module: Any, mixin: Any) -> None:
 @functools.cache
 def _extended(mixin: Any, stock: Any) -> Any:
     return type(f"Shared{stock.__name__}", (mixin, stock), {})
+
+
+MEGATRON_CORE.check_classes(
+    *(_extended(OnPackedRows, one) for one in _CORES), *(_extended(OfPositions, one) for one in _ROTARY)
+)
 
 
 def _unknown(name: str, expected: str, got: Any) -> SharedPromptUnsupportedError:

@@ -34,12 +34,20 @@ class RotaryLength(int):
 class OfPositions:
     """Over a class of Megatron's RoPE: takes a `RotaryLength`."""
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        params = kwargs.get("packed_seq_params", args[4] if len(args) > 4 else None)
-        if isinstance(params, SharedPackedSeqParams):
-            return RotaryLength.of(params)
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Any,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> int:
+        if isinstance(packed_seq_params, SharedPackedSeqParams):
+            return RotaryLength.of(packed_seq_params)
         stock: Any = super()
-        return int(stock.get_rotary_seq_len(*args, **kwargs))
+        given = inference_context, transformer, transformer_input, transformer_config, packed_seq_params
+        return int(stock.get_rotary_seq_len(*given, **kwargs))
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
         stock: Any = super()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which versions of Megatron-Core and which models are exact on packed rows; refusals are decided here and only here.
+"""Models of Megatron-Core that are exact on packed rows; refusals are decided here and only here.
 
 One row of a prompt stands for all of its copies if what a row computes depends on its path and on nothing else, and if
 every sum over rows is one that our caller weights. Random numbers a row, statistics of routers over all rows and
@@ -11,21 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import megatron.core
 from torch import nn
 
 from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
-
-SUPPORTED = ("0.18", "0.19")
-
-
-def check_version() -> None:
-    """SharedPromptUnsupportedError for a Megatron-Core that this package does not know; names those that it does."""
-    version = str(megatron.core.__version__)
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        expected = " or ".join(f"{one}.x" for one in SUPPORTED)
-        raise SharedPromptUnsupportedError(explain("megatron-core", expected, version))
 
 
 def check_config(config: Any) -> None:

@@ -7,6 +7,7 @@ The same arguments, losses, log-probabilities and gradients as those of the trai
 for. Rollouts, evaluation of rewards and everything else are TRL's own. Needs TRL 1.16 or newer.
 """
 
+from ..versions import TRL
 from .trainers import (
     SharedPromptDPOTrainer,
     SharedPromptGRPOTrainer,
@@ -16,6 +17,14 @@ from .trainers import (
     SharedPromptSFTTrainer,
 )
 from .tree import use_dualkv_for_tree_attention
+
+TRL.check_classes(
+    SharedPromptDPOTrainer,
+    SharedPromptGRPOTrainer,
+    SharedPromptRLOOTrainer,
+    SharedPromptRewardTrainer,
+    SharedPromptSFTTrainer,
+)
 
 __all__ = [
     "SharedPromptDPOTrainer",

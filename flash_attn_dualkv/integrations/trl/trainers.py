@@ -26,9 +26,9 @@ TOLERANCES = {32: 1e-4, 16: 0.05}
 class SiblingsTogetherMixin:
     """A generating trainer: completions of a prompt share a micro-batch where they fit."""
 
-    def _prepare_inputs(self: Any, inputs: Any) -> Any:
+    def _prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = getattr(self, "_buffered_inputs", None)
-        prepared = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        prepared = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         slices = getattr(self, "_buffered_inputs", None)
         if slices is None or slices is before:
             return prepared

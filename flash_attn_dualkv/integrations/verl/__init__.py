@@ -17,18 +17,20 @@ import verl.workers.engine
 
 from ...errors import SharedPromptUnsupportedError
 from ..fallback import Options
+from ..versions import VERL
 from .balance import install as install_balance
 from .engine import SharedPromptFSDPEngine, SharedPromptFSDPValueEngine, install
 
 __all__ = ["Options", "SharedPromptFSDPEngine", "SharedPromptFSDPValueEngine", "install"]
 
+VERL.check_classes(SharedPromptFSDPEngine, SharedPromptFSDPValueEngine)
 install()
 install_balance()
 if verl.workers.engine.MegatronEngine is not None:  # where megatron-core is installed
     try:
         from .megatron import install as install_megatron
+
+        install_megatron()
     except (ImportError, SharedPromptUnsupportedError) as error:  # no reason for workers of FSDP to end
         message = "flash_attn_dualkv: on Megatron prompts are NOT shared, its engines stay verl's own: %s"
         logging.getLogger(__name__).warning(message, error)
-    else:
-        install_megatron()

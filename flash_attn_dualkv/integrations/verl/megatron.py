@@ -32,6 +32,7 @@ from ..megatron import install as install_in_model
 from ..megatron import recorded_routes, replay_routes, shared_prompt_forward, shared_prompt_values
 from ..megatron.install import replayed_routers
 from ..megatron.support import check_training
+from ..versions import VERL
 from .kinds import Kinds
 from .micro_batches import packed_batch
 from .sharing import SharedPrompts, register, take_micro_batches
@@ -219,6 +220,7 @@ class SharedPromptMegatronValueEngine(_SharedPrompts, MegatronEngineWithValueHea
 
 def install() -> None:
     """Make verl take these engines for Megatron; once."""
+    VERL.check_classes(SharedPromptMegatronEngine, SharedPromptMegatronValueEngine)
     register("megatron", "language_model", SharedPromptMegatronEngine)
     register("megatron", "value_model", SharedPromptMegatronValueEngine)
     take_micro_batches(transformer_impl)
