@@ -91,7 +91,7 @@ def _run_rank(rank: int, runs: list[tuple[int, str]], results: Any) -> None:
 def found(request: pytest.FixtureRequest) -> dict[Any, dict[str, torch.Tensor]]:
     """The parameters after all steps, of both ranks in one start of the processes, which do the selected runs."""
     selected = [one.callspec.params for one in request.session.items if one.path == request.path]
-    return run_ranks(_run_rank, 2, [(one["stage"], one["kind"]) for one in selected])
+    return run_ranks(_run_rank, 2, [(one["stage"], one["kind"]) for one in selected if "kind" in one])
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,71 @@ def test_steps_equal_stock(stage: int, kind: str, found: Any) -> None:
             assert one.requires_grad == (change > 0)
             rounding = torch.finfo(torch.float32).eps * one.abs().max().item()
             assert (got - one).abs().max().item() <= 1e-4 * change + 2 * rounding, name
+
+
+# DeepSpeed keeps whole copies of parameters with fewer elements; the second is its default.
+THRESHOLDS = [0, 100_000]
+
+
+def _fresh_lora() -> Any:
+    """A model with an adapter as PEFT makes it, whose second matrices are zeros."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+    return peft.get_peft_model(tiny_model("qwen3", dtype=torch.float32), config).train()
+
+
+def _changed(model: Any, expected: dict[str, torch.Tensor], rank: int) -> list[str]:
+    """What has other bits: this rank's shards of parameters, and whole copies that it keeps."""
+    found = []
+    for name, one in model.named_parameters():
+        size = one.ds_tensor.numel()
+        shard = expected[name].flatten()[rank * size : (rank + 1) * size]
+        if not torch.equal(one.ds_tensor.flatten()[: len(shard)], shard):
+            found.append(f"shard of {name}")
+        if one.ds_status.name == "AVAILABLE" and not torch.equal(one, expected[name]):
+            found.append(f"copy of {name}")
+    return found
+
+
+def _try_on_rank(rank: int, thresholds: list[int], results: Any) -> None:
+    deepspeed = start_deepspeed(rank, 2)
+    for threshold in thresholds:
+        model = _fresh_lora()
+        expected = {name: one.detach().clone() for name, one in model.named_parameters()}
+        config = dict(
+            train_micro_batch_size_per_gpu=1,
+            zero_optimization=dict(stage=3, stage3_param_persistence_threshold=threshold),
+            zero_allow_untested_optimizer=True,
+            zero_force_ds_cpu_optimizer=False,
+        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+        kept = sum(bool(one.ds_persist) for one in model.parameters())
+        batch = STEPS[0][rank].pack()
+        with torch.no_grad():
+            old = dualkv.shared_prompt_forward(engine, batch)[0]
+        changed = _changed(model, expected, rank)
+        logps = dualkv.shared_prompt_forward(engine, batch)[0]
+        changed += _changed(model, expected, rank)
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            changed += [name for name, one in model.named_parameters() if not torch.equal(one, expected[name])]
+        results[rank, threshold] = kept, changed, old, logps.detach()
+        engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def tried() -> dict[Any, Any]:
+    return run_ranks(_try_on_rank, 2, THRESHOLDS)
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_the_self_check_leaves_every_bit(threshold: int, tried: Any) -> None:
+    model = _fresh_lora()
+    model.get_base_model().set_attn_implementation("sdpa")
+    for rank in range(2):
+        kept, changed, old, logps = tried[rank, threshold]
+        assert (kept > 0) == (threshold > 0)
+        assert changed == []
+        expected = replicated_logps(model, STEPS[0][rank])[0].detach()
+        for got in (old, logps):
+            assert (got - expected).abs().max().item() <= 1e-5
