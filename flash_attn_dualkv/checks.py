@@ -328,8 +328,8 @@ def check_key_rows(decoded: Tensor, name: str, keys: Tensor) -> None:
         raise ValueError(explain("k_decoded", f"fewer than {MAX_ROWS} rows together with {name}", rows))
 
 
-def address(tensor: Tensor) -> int | None:
-    """Where a tensor lies in memory; None in traces and for wrappers, where nobody knows."""
+def address(tensor: Any) -> int | None:
+    """Where a tensor lies in memory; None in traces and for wrappers, where nobody knows, and for what is no tensor."""
     if type(tensor) is not Tensor or torch.compiler.is_compiling():
         return None
     try:

@@ -40,6 +40,7 @@ class SharedPromptLayout(SeparatelyPickled):
             model's attention refuses the layout with others, which it knows by where they lie in memory: to compare
             values would wait for the GPU. None for a layout that was copied without its batch: then nothing is known of
             them.
+        input_ids: (T,) int64, those of that batch, or None. Another batch's are refused; copies are not known.
         query_rows: (m,) int64, rising: the rows that are queries, of a layout that is another one's `late`. Its nodes
             have these, and the keys of all rows. None: all rows.
         late: the layout of a model's last layers, before which rows that nobody reads leave, see `reading`. None: all
@@ -54,6 +55,7 @@ class SharedPromptLayout(SeparatelyPickled):
     num_tokens: int
     pad: int = 0
     position_ids: Tensor | None = None
+    input_ids: Tensor | None = None
     query_rows: Tensor | None = None
     late: SharedPromptLayout | None = None
 
@@ -88,12 +90,12 @@ class SharedPromptLayout(SeparatelyPickled):
         return layout if device is None else layout.to(device)
 
     def __post_init__(self) -> None:
-        # The mark by which check_unpacked() knows the positions of a packed row.
-        if self.position_ids is not None and not torch.compiler.is_compiling():
-            self.position_ids.dualkv_packed = True  # type: ignore[attr-defined]
+        for own in (self.position_ids, self.input_ids):
+            if own is not None:
+                _mark(own, self.node_parents)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "position_ids": None}
+        state = {**super().__getstate__(), "position_ids": None, "input_ids": None}
         for name in ("_copies", "_cudnn_plans"):
             state.pop(name, None)
         return state
@@ -200,11 +202,12 @@ class SharedPromptLayout(SeparatelyPickled):
         copies: dict[tuple[str, int | None], SharedPromptLayout] = self.__dict__.setdefault("_copies", {})
         place = target.type, index
         if place not in copies:
-            own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "position_ids"}
+            of_batch = ("position_ids", "input_ids")
+            own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in of_batch}
             tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
             moved: dict[str, Any] = dict(zip(tensors, to_device([*tensors.values()], target)))
             moved |= {name: value.to(target) for name, value in own.items() if isinstance(value, SharedPromptLayout)}
-            copies[place] = replace(self, position_ids=None, **moved)
+            copies[place] = replace(self, position_ids=None, input_ids=None, **moved)
         return copies[place]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
@@ -228,25 +231,55 @@ class SharedPromptLayout(SeparatelyPickled):
             got = "others (a model that is given none makes its own, which are wrong for a packed row)"
             raise SharedPromptLayoutError(checks.explain("position_ids", expected, got))
 
+    def check_ids(self, input_ids: Any) -> None:
+        """SharedPromptLayoutError for ids of another batch, or views of them; of copies nothing is known."""
+        own = self.input_ids
+        if own is None or _needs_layout(input_ids) is None or own.device != input_ids.device:
+            return
+        begin, place = checks.address(own), checks.address(input_ids)
+        if begin is not None and place is not None and not begin <= place < begin + own.nbytes:
+            expected = "those of the layout's batch, batch.input_ids[None]"
+            raise SharedPromptLayoutError(checks.explain("input_ids", expected, "those of another batch"))
 
-def check_unpacked(position_ids: Any, attention_mask: Any = None) -> None:
-    """SharedPromptLayoutError for positions of a packed row, or views of them, that come without their layout.
 
-    A mask of one's own, of all pairs of rows, may stand for the layout. Nothing is known of copies of the positions and
-    of what a compiler traces.
+def check_unpacked(position_ids: Any, attention_mask: Any = None, input_ids: Any = None) -> None:
+    """SharedPromptLayoutError for positions or ids of a packed row, or views of them, that come without their layout.
+
+    A mask of one's own, of all pairs of rows, may stand for the layout, and one sequence alone needs none. Nothing is
+    known of copies and of what a compiler traces.
     """
-    if not isinstance(position_ids, Tensor) or torch.compiler.is_compiling():
+    if isinstance(attention_mask, Mapping) or (isinstance(attention_mask, Tensor) and attention_mask.dim() >= 3):
         return
-    base = position_ids._base if position_ids._is_view() else position_ids
-    if not hasattr(base, "dualkv_packed") or isinstance(attention_mask, Mapping):
-        return
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() < 3:
-        expected = "batch.layout beside the positions of its packed row"
-        got = (
-            "none: every row would see all that lie before it, other responses and prompts too (if it was given, "
-            "something on the way drops unknown arguments: see install_layout_hook)"
-        )
-        raise SharedPromptLayoutError(checks.explain("shared_prompt_layout", expected, got))
+    for name, given in (("positions", position_ids), ("ids", input_ids)):
+        if _needs_layout(given):
+            expected = f"batch.layout beside the {name} of its packed row"
+            got = (
+                "none: every row would see all that lie before it, other responses and prompts too (if it was given, "
+                "something on the way drops unknown arguments: see install_layout_hook)"
+            )
+            raise SharedPromptLayoutError(checks.explain("shared_prompt_layout", expected, got))
+
+
+def _mark(tensor: Tensor, node_parents: Sequence[int]) -> None:
+    """Note on the memory of a batch's ids or positions that they are such, and whether the row needs its layout.
+
+    The storage itself has the note: every view finds it, and it goes with the memory, whose address may be another
+    tensor's then. The tensors of a batch may share one storage.
+    """
+    if checks.address(tensor) is not None:
+        notes = tensor.untyped_storage().__dict__.setdefault("dualkv_packed", {})
+        begin = tensor.storage_offset() * tensor.itemsize
+        is_one_sequence = all(parent == node - 1 for node, parent in enumerate(node_parents))
+        notes[begin] = begin + tensor.nbytes, not is_one_sequence
+
+
+def _needs_layout(tensor: Any) -> bool | None:
+    """Whether a tensor has ids or positions of a packed row of more than one sequence; None if of no known row."""
+    if checks.address(tensor) is None:
+        return None
+    notes = tensor.untyped_storage().__dict__.get("dualkv_packed", {})
+    place = tensor.storage_offset() * tensor.itemsize
+    return next((needed for begin, (end, needed) in notes.items() if begin <= place < end), None)
 
 
 def is_in_backward() -> bool:

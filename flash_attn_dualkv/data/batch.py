@@ -96,8 +96,8 @@ class PackedBatch(SeparatelyPickled):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # The two were pickled apart.
-        self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids)
+        # They were pickled apart.
+        self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids, input_ids=self.input_ids)
 
     # Sequences
 
@@ -303,7 +303,8 @@ class PackedBatch(SeparatelyPickled):
         long = {name: value for name, value in own if isinstance(value, Tensor)}
         *moved, nodes = to_device([*long.values(), self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip(long, moved))
-        changes["layout"] = replace(self.layout, nodes=nodes, position_ids=changes["position_ids"])
+        of_batch = {name: changes[name] for name in ("position_ids", "input_ids")}
+        changes["layout"] = replace(self.layout, nodes=nodes, **of_batch)
         changes["row_values"] = {name: one.to(device, non_blocking=True) for name, one in self.row_values.items()}
         for of_groups in ("group_values", "group_images"):
             changes[of_groups] = {name: _on(device, values) for name, values in getattr(self, of_groups).items()}
@@ -375,10 +376,11 @@ def pack_tokens(
     first.scatter_reduce_(0, token_index, torch.arange(scored, device=device), "amin")
     group_values = named("group_values", tokens.group_values)
     roots = [node for node, parent in enumerate(tree.node_parents) if parent < 0]
+    input_ids = _padded(take(ids, source_index), pad, PADDING_TOKEN)
     return PackedBatch(
-        _padded(take(ids, source_index), pad, PADDING_TOKEN),
+        input_ids,
         position_ids,
-        replace(host, nodes=nodes, position_ids=position_ids),
+        replace(host, nodes=nodes, position_ids=position_ids, input_ids=input_ids),
         tree,
         take(torch.nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL), first),
         token_index,

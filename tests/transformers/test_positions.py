@@ -13,7 +13,17 @@ import pytest
 import torch
 from calls import Operators
 from sweep import any_model
-from tiny_models import MIXED, VERSION, check_equal, dualkv, replicated_logps, row_of, stock_twin, tiny_model
+from tiny_models import (
+    MIXED,
+    VERSION,
+    Samples,
+    check_equal,
+    dualkv,
+    replicated_logps,
+    row_of,
+    stock_twin,
+    tiny_model,
+)
 
 from flash_attn_dualkv import (
     SharedPromptError,
@@ -23,6 +33,7 @@ from flash_attn_dualkv import (
     pack_prefix_tree,
     pack_shared_prompts,
 )
+from flash_attn_dualkv.host import to_device
 from flash_attn_dualkv.integrations.transformers import first_use
 
 BATCH = MIXED.pack()
@@ -191,9 +202,10 @@ def test_positions_that_only_look_alike():
     """Copies are not known, and what lies in memory where a batch was is no batch."""
     model = tiny_model("llama")
     dualkv.install_layout_hook(model)
-    without_layout(model, BATCH, BATCH.position_ids[None].clone())
+    copied = dataclasses.replace(BATCH, input_ids=BATCH.input_ids.clone())
+    without_layout(model, copied, BATCH.position_ids[None].clone())
     # Other tensors of a batch lie in the same buffer.
-    without_layout(model, BATCH, BATCH.multiplicity[None])
+    without_layout(model, copied, BATCH.multiplicity[None])
     addresses = set()
     for _ in range(20):
         batch = MIXED.pack()
@@ -202,7 +214,7 @@ def test_positions_that_only_look_alike():
     for _ in range(20):
         positions = [torch.arange(BATCH.layout.num_tokens) for _ in range(9)]
         for one in positions:
-            without_layout(model, BATCH, one[None])
+            without_layout(model, copied, one[None])
         if addresses & {one.data_ptr() for one in positions}:
             break
     alive = weakref.ref(MIXED.pack().position_ids)
@@ -233,6 +245,137 @@ def test_known_positions_can_be_saved_alone():
     torch.save(BATCH.position_ids, stream)
     stream.seek(0)
     assert torch.equal(torch.load(stream, weights_only=True), BATCH.position_ids)
+
+
+# --- ids of another batch, and ids alone ------------------------------------------------------------------------------
+
+OTHER_IDS = "input_ids: expected those of the layout's batch, batch.input_ids.None., got those of another batch"
+IDS_ALONE = "shared_prompt_layout: expected batch.layout beside the ids of its packed row, got none"
+# What stands for the same memory, and what does not.
+VIEWS_OF_IDS = {
+    **VIEWS,
+    "detach": lambda ids: ids.detach()[None],
+    "data": lambda ids: ids.data[None],
+    "a view of a detached view": lambda ids: ids[None].detach()[:, :],
+}
+COPIES = {
+    "clone": lambda ids: ids[None].clone(),
+    "sum": lambda ids: ids[None] + 0,
+    "int32": lambda ids: ids[None].int(),
+}
+SINGLE = pack_shared_prompts([[5, 6, 7]], [[8, 9]], pad_to_multiple_of=8)
+
+
+@pytest.fixture
+def hooked_model():
+    model = tiny_model("llama")
+    dualkv.install_layout_hook(model)
+    return model
+
+
+def others_with_equal_trees():
+    """Other tokens, and the same lengths in the same order."""
+    changed = Samples(MIXED.prompts, [[one % 90 + 3 for one in response] for response in MIXED.responses])
+    return changed.pack(), copy.deepcopy(changed.pack()), pickle.loads(pickle.dumps(changed.pack())).to("cpu")
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_IDS)
+def test_ids_of_another_batch(view, hooked_model):
+    """Whose tree is the same, so that they fit: log-probabilities would be off by what the tokens differ."""
+    own = dict(position_ids=BATCH.position_ids[None], shared_prompt_layout=BATCH.layout, use_cache=False)
+    for other in others_with_equal_trees():
+        assert other.layout.is_like(BATCH.layout) and not torch.equal(other.input_ids, BATCH.input_ids)
+        with pytest.raises(SharedPromptLayoutError, match=OTHER_IDS):
+            hooked_model(VIEWS_OF_IDS[view](other.input_ids), **own)
+    expected = hooked_model(BATCH.input_ids[None], **own).logits
+    assert torch.equal(hooked_model(VIEWS_OF_IDS[view](BATCH.input_ids), **own).logits, expected)
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_IDS)
+def test_ids_without_a_layout(view, hooked_model):
+    ids = VIEWS_OF_IDS[view](BATCH.input_ids)
+    for inputs in ({}, dict(attention_mask=torch.ones_like(ids)), dict(position_ids=torch.arange(ids.shape[1])[None])):
+        with pytest.raises(SharedPromptLayoutError, match=IDS_ALONE):
+            hooked_model(ids, use_cache=False, **inputs)
+    with torch.inference_mode(), pytest.raises(SharedPromptLayoutError, match=IDS_ALONE):
+        hooked_model(VIEWS_OF_IDS[view](BATCH.input_ids), use_cache=False)
+
+
+@pytest.mark.parametrize("form", BATCHES)
+def test_ids_of_any_batch_are_known(form, hooked_model):
+    batch = BATCHES[form]()
+    with pytest.raises(SharedPromptLayoutError, match=IDS_ALONE):
+        hooked_model(batch.input_ids[None], use_cache=False)
+    hooked_model(**row_of(batch))
+
+
+@pytest.mark.parametrize("form", COPIES)
+def test_copies_of_ids_are_not_known(form, hooked_model):
+    """As docs/limits.md says."""
+    hooked_model(COPIES[form](BATCH.input_ids), use_cache=False)
+    hooked_model(**row_of(BATCH, input_ids=COPIES[form](others_with_equal_trees()[0].input_ids)))
+
+
+def test_ids_that_need_no_layout(hooked_model):
+    """One sequence is the same row with its layout and without."""
+    expected = hooked_model(torch.tensor([[5, 6, 7, 8, 9]]), use_cache=False).logits
+    got = hooked_model(SINGLE.input_ids[None], position_ids=SINGLE.position_ids[None], use_cache=False).logits
+    check_equal(got[:, :5], expected, 1e-7)
+    check_equal(hooked_model(**row_of(SINGLE)).logits[:, :5], expected, 1e-7)
+    own = pack_shared_prompts([[1, 2, 3]] * 2, [[4, 5], [6, 7]], boundary="gather", pad_to_multiple_of=8)
+    with pytest.raises(SharedPromptLayoutError, match=OTHER_IDS):
+        hooked_model(**row_of(own, input_ids=SINGLE.input_ids[None]))
+
+
+def test_ids_whose_batch_is_gone(hooked_model):
+    """What lies in memory where the ids of a batch were is no batch: nothing of it is kept."""
+    addresses = set()
+    for _ in range(20):
+        batch = MIXED.pack()
+        addresses.add(batch.input_ids.data_ptr())
+        alive = weakref.ref(batch.input_ids)
+        del batch
+        assert alive() is None
+    seen = 0
+    for _ in range(20):
+        rows = [torch.full((BATCH.layout.num_tokens,), 5) for _ in range(9)]
+        for one in rows:
+            seen += one.data_ptr() in addresses
+            hooked_model(one[None], use_cache=False)
+            hooked_model(**row_of(BATCH, input_ids=one[None]))
+    assert seen
+
+
+@pytest.mark.parametrize("change", ["eager", "dropout"])
+def test_what_is_not_seen_without_the_hook(change):
+    """As the table in docs/training.md says; `shared_prompt_forward` sees it too."""
+    model = tiny_model("llama").train()
+    expected = model(**row_of(BATCH)).logits
+    if change == "eager":
+        model.set_attn_implementation("eager")
+        expected_error = "attn|attention|layers that mix tokens"
+    else:
+        projection = model.model.layers[0].mlp.down_proj
+        model.model.layers[0].mlp.down_proj = torch.nn.Sequential(projection, torch.nn.Dropout(0.5))
+        expected_error = "dropout"
+    assert (model(**row_of(BATCH)).logits - expected).abs().max() > 1e-3
+    with pytest.raises(SharedPromptError, match=f"(?i){expected_error}"):
+        dualkv.shared_prompt_forward(model, BATCH)
+    dualkv.install_layout_hook(model)
+    with pytest.raises(SharedPromptError, match=f"(?i){expected_error}"):
+        model(**row_of(BATCH))
+
+
+def test_other_tensors_of_a_batch_are_no_ids(hooked_model):
+    """They lie in one buffer after a copy to a device."""
+    ids, positions, targets = to_device([BATCH.input_ids, BATCH.position_ids, BATCH.targets], torch.device("cpu"))
+    assert ids.untyped_storage().data_ptr() == targets.untyped_storage().data_ptr()
+    layout = dataclasses.replace(BATCH.layout, input_ids=ids, position_ids=positions)
+    moved = dataclasses.replace(BATCH, input_ids=ids, position_ids=positions, layout=layout)
+    hooked_model(**row_of(moved))
+    hooked_model(targets[None], use_cache=False)
+    with pytest.raises(SharedPromptLayoutError, match=IDS_ALONE):
+        hooked_model(ids[None], use_cache=False)
 
 
 # --- no false alarm ---------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def _before(chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     inputs = inspect.signature(chunk.forward).bind_partial(*args, **kwargs).arguments
     params = inputs.get("packed_seq_params")
     if not isinstance(params, SharedPackedSeqParams):
-        check_unpacked(inputs.get("position_ids"), inputs.get("attention_mask"))
+        check_unpacked(*(inputs.get(name) for name in ("position_ids", "attention_mask", "input_ids")))
         return
     _check_inputs(chunk, params, inputs)
     check_training(chunk, chunk.config)
@@ -209,6 +209,7 @@ def _check_inputs(chunk: Any, params: SharedPackedSeqParams, inputs: dict[str, A
     ids, rows = inputs.get("input_ids"), layout.num_local_tokens
     if ids is not None and tuple(ids.shape) != (1, rows):
         raise SharedPromptLayoutError(explain("input_ids", f"shape (1, {rows}), as the layout", tuple(ids.shape)))
+    layout.check_ids(ids)
     ranks = chunk.config.tensor_model_parallel_size
     if chunk.config.sequence_parallel and rows % ranks:
         how = f"divided_layout(.., {ranks})" if isinstance(layout, ContextLayout) else f"pad_to_multiple_of={ranks}"

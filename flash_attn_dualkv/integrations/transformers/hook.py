@@ -51,7 +51,7 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
             for the whole row; the model draws random numbers or is not exact with its present adapters. Labels without
             shift_labels, which the model would shift by a row.
         SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, when the positions
-            are not those of the layout's batch, or when those of a batch come without its layout.
+            are not those of the layout's batch or the ids are another one's, or when either come without a layout.
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
@@ -72,6 +72,7 @@ def _check_inputs(layout: Any, inputs: dict[str, Any], model: nn.Module) -> None
         raise SharedPromptLayoutError(explain("position_ids", expected, "none, so that the model would count rows"))
     check_one_row(position_ids)
     layout.check_positions(position_ids)
+    layout.check_ids(inputs.get("input_ids"))
     check_length(model, layout.max_sequence)
     check_labels(inputs.get("labels"), inputs.get("shift_labels"))
     check_row_images(model, position_ids, inputs)
@@ -149,7 +150,7 @@ class LayoutHook:
         layout = given if given is not None or outer is None else outer.layout
         inputs = self._inputs(module, args, kwargs)
         if layout is None:
-            check_unpacked(inputs.get("position_ids"), inputs.get("attention_mask"))
+            check_unpacked(*(inputs.get(name) for name in ("position_ids", "attention_mask", "input_ids")))
             if module is self._outermost and module.training not in self._tried:
                 with suppress(SharedPromptError):
                     self._try(module, inputs)

@@ -59,10 +59,11 @@ class Kinds(NamedTuple):
 
     def restored(self, batch: PackedBatch) -> PackedBatch:
         """A batch that was packed from `ids`, with the tokens."""
-        labels = batch.row_labels
+        labels, ids = batch.row_labels, take(self.tokens, batch.input_ids)
         return replace(
             batch,
-            input_ids=take(self.tokens, batch.input_ids),
+            input_ids=ids,
+            layout=replace(batch.layout, input_ids=ids),
             targets=take(self.tokens, batch.targets),
             row_labels=take(self.tokens, labels.clamp(min=0)).where(labels >= 0, IGNORED_LABEL),
             max_token=int(self.tokens.max()),
