@@ -138,6 +138,12 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     ]
 
 
+def device_of_group(group: Any) -> torch.device:
+    """The device on which all ranks of a process group reduce a few numbers: the host, if the group can."""
+    kinds = [pair.split(":")[0] for pair in torch.distributed.get_backend_config(group).split(",")]
+    return torch.empty(0, device="cpu" if "cpu" in kinds else kinds[0]).device
+
+
 class SeparatelyPickled:
     """A dataclass whose tensors share a buffer, of which each takes only its own part along when it is pickled.
 

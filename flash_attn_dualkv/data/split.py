@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from ..host import untraced
+from ..host import device_of_group, untraced
 from .prefix_tree import PrefixTree
 
 Groups: TypeAlias = "PrefixTree | Sequence[Sequence[int]]"
@@ -232,11 +232,7 @@ def largest_of_ranks(values: Sequence[int], dp_group: Any) -> list[int]:
     """The maximum of each value over the ranks of the group; None for no group."""
     if dp_group is None or not torch.distributed.is_initialized():
         return [*values]
-    backend = str(torch.distributed.get_backend(dp_group))  # a name, or pairs such as "cpu:gloo,cuda:nccl"
-    device = torch.device("cpu")
-    if "nccl" in backend and "cpu:" not in backend:
-        device = torch.device("cuda", torch.cuda.current_device())
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    tensor = torch.tensor(values, dtype=torch.int64, device=device_of_group(dp_group))
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=dp_group)
     largest: list[int] = tensor.tolist()
     return largest

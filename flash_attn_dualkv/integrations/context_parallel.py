@@ -30,11 +30,11 @@ from ..checks import explain
 from ..data.divide import CHUNKS, ROW_TILE, divide_rows
 from ..errors import SharedPromptError, SharedPromptLayoutError
 from ..host import runs as runs_of_rows
-from ..host import to_device
+from ..host import to_device, untraced
 from ..layout import SharedPromptLayout
 from ..nodes import part_table
 from ..packed_attention import checked_tensors, packed_options
-from .divided import DividedLayout, all_gather, check_group
+from .divided import DividedLayout, all_gather, check_group, same_on_all_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,7 @@ class ContextLayout(DividedLayout):
     ranks: int = 1
 
     @staticmethod
+    @untraced
     def of(
         layout: SharedPromptLayout,
         group: dist.ProcessGroup,
@@ -64,7 +65,7 @@ class ContextLayout(DividedLayout):
         chunks: int = CHUNKS,
         tile: int = ROW_TILE,
     ) -> ContextLayout:
-        """The layout of a whole packed row, divided among the ranks of a group.
+        """The layout of a whole packed row, divided among the ranks of a group, which all call.
 
         Args:
             layout: of any number of rows; its padding goes.
@@ -77,12 +78,16 @@ class ContextLayout(DividedLayout):
             chunks, tile: see `divide_rows`.
 
         Raises:
-            SharedPromptError: an argument is not as described.
+            SharedPromptError: an argument is not as described; on all ranks, another one has failed, or rows, ids or
+                arguments are not the same on all.
         """
         check_group(group)
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        options: dict[str, Any] = dict(pad_to_multiple_of=pad_to_multiple_of, head_groups=head_groups)
-        return replace(ContextLayout.at(layout, ranks, rank, chunks=chunks, tile=tile, **options), group=group)
+        options = dict(pad_to_multiple_of=pad_to_multiple_of, head_groups=head_groups, chunks=chunks, tile=tile)
+        with same_on_all_ranks(group) as common:
+            divided = ContextLayout.at(layout, ranks, rank, **options)
+            common.note(layout, options)
+        return replace(divided, group=group)
 
     @staticmethod
     @torch.inference_mode(False)  # autograd saves the tables

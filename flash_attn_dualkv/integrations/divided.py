@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Packed rows that lie on several ranks: which rows a rank has, and sums over the ranks.
+"""Packed rows that lie on several ranks: which rows a rank has, sums over the ranks, and a check that all have one row.
 
 How attention reaches the rows of others is said by the layouts themselves: `ulysses.UlyssesLayout` exchanges rows for
 heads, `context_parallel.ContextLayout` gathers keys, and either may stand on the other.
@@ -7,6 +7,9 @@ heads, `context_parallel.ContextLayout` gathers keys, and either may stand on th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,18 @@ from torch import Tensor
 from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
+from ..host import device_of_group, untraced
 from ..layout import SharedPromptLayout
+
+# What is compared of ranks that divide a row, by the names that errors say; the last ones are tensors.
+_COMMON = (
+    "sharing", "node_lens and node_parents", "pad", "response_lens", "options", "input_ids", "token_index", "row_index",
+)  # fmt: skip
+_TENSORS = 3
+_UNKNOWN = -(1 << 63)  # below all numbers that stand for values, and its own negative
+_MIXERS = -7046029254386353131, -4658895280553007687, -7723592293110705685  # odd, those of splitmix64
+
+_weights: dict[torch.device, Tensor] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +75,9 @@ class DividedLayout(SharedPromptLayout):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention of this rank's rows, (L, H, d_v); every rank must call. See `shared_prompt_attention`."""
         raise NotImplementedError
+
+    def check_ids(self, input_ids: Any) -> None:
+        """Nothing is known of a rank's ids, which are copies in general: `of` has compared those of all ranks."""
 
     def shard(self, values: Tensor, fill: float = 0, dim: int = 0) -> Tensor:
         """This rank's rows of a tensor that has the whole row along `dim`; `fill` in padding.
@@ -138,6 +155,105 @@ def all_gather(own: Tensor, group: Any, *, async_op: bool = False) -> tuple[Tens
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     whole = own.new_empty((dist.get_world_size(group) * own.shape[0], *own.shape[1:]))
     return whole, gather(whole, own.contiguous(), group=group, async_op=async_op)
+
+
+class Common(dict[str, Any]):
+    """What a rank has in common with others, by the names of `_COMMON`: ints, strings, tuples of ints, int64 tensors.
+
+    None, and what is not noted: not known here.
+    """
+
+    def note(self, layout: SharedPromptLayout, options: Any) -> None:
+        """The row, and what else has to be the same."""
+        self["node_lens and node_parents"] = (layout.node_lens, layout.node_parents)
+        self.update(pad=layout.pad, input_ids=layout.input_ids)
+        self["options"] = f"{self.get('options')}, {options}"
+
+
+_outer: ContextVar[Common | None] = ContextVar("dualkv_common", default=None)
+
+
+@contextmanager
+def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
+    """Compare what the body notes with what it notes on the other ranks of groups, before any of them goes on.
+
+    Every rank must enter. The body ends with one reduction of a few numbers (in each group, if there are several), and
+    the host reads the result. A rank whose body raises takes part as well, because the others would wait for it. One
+    inside of another adds to what that one compares.
+
+    Raises:
+        SharedPromptError: on all ranks, something differs or a rank has failed; there, what the body raises.
+    """
+    for one in groups:
+        check_group(one)  # None would be all processes
+    groups = tuple(one for one in groups if dist.get_world_size(one) > 1)
+    outer, common = _outer.get(), Common()
+    if outer is not None or not groups:
+        yield common if outer is None else outer
+        return
+    token = _outer.set(common)
+    try:
+        yield common
+        own = _numbers(common)
+    except Exception:
+        with suppress(Exception):  # what the body raises says more
+            _largest(groups, _numbers(Common(), failed=dist.get_rank()))
+        raise
+    finally:
+        _outer.reset(token)
+    (failed, *most), (_, *least) = _largest(groups, own)
+    if failed != _UNKNOWN:
+        expected, got = "ranks that all come to this micro-batch", f"an error on rank {failed}, which says there why"
+        raise SharedPromptError(explain("group", expected, got))
+    differing = [name for name, one, other in zip(_COMMON, most, least) if _UNKNOWN != one != -other]
+    if differing:
+        expected = "the same on all ranks that divide its row (a sampler gives them the same samples)"
+        raise SharedPromptError(explain("batch", expected, f"other {', '.join(differing)} on some"))
+
+
+def _largest(groups: Sequence[Any], numbers: Tensor) -> list[list[int]]:
+    for group in groups:
+        numbers = numbers.to(device_of_group(group))
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    found: list[list[int]] = numbers.tolist()
+    return found
+
+
+@untraced
+@torch.inference_mode(False)
+def _numbers(common: Common, failed: int = _UNKNOWN) -> Tensor:
+    """(2, 1 + n): the rank that has failed, and what stands for each value; their negatives.
+
+    For a tensor that is the sum of its integers, each plus 1 and times a number of its place: few launches.
+    """
+    values = [common.get(name) for name in _COMMON]
+    tensors = {at: one for at, one in enumerate(values, 1) if isinstance(one, Tensor) and not one.is_meta}
+    device = next((one.device for one in tensors.values()), torch.device("cpu"))
+    own = [failed, *map(_number_of, values)]
+    both = torch.tensor([own, [one if one == _UNKNOWN else -one for one in own]], device=device)
+    for at, one in tensors.items():
+        weights = _weights_of(one.numel(), device)
+        torch.sum(torch.addcmul(weights, one.reshape(-1).to(device), weights), 0, out=both[0, at])
+    if tensors:
+        torch.neg(both[0, -_TENSORS:], out=both[1, -_TENSORS:])
+    return both
+
+
+def _number_of(value: Any) -> int:
+    """That of a value of the host: the hash of integers is the same in all processes, unlike that of strings."""
+    if value is None or isinstance(value, Tensor):
+        return _UNKNOWN
+    return hash(tuple(value.encode()) if isinstance(value, str) else value)
+
+
+def _weights_of(count: int, device: torch.device) -> Tensor:
+    """(count,) numbers without a pattern, the same everywhere."""
+    if device not in _weights or len(_weights[device]) < count:
+        found = torch.arange(1, 1 << (count + 1).bit_length(), device=device).mul_(_MIXERS[0])
+        for mixer in _MIXERS[1:]:
+            found.bitwise_xor_(found >> 31).mul_(mixer)
+        _weights[device] = found.bitwise_xor_(found >> 29)
+    return _weights[device][:count]
 
 
 class Sum(torch.autograd.Function):

@@ -27,9 +27,10 @@ from torch import Tensor
 from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError
+from ..host import untraced
 from ..layout import SharedPromptLayout
 from ..packed_attention import shared_prompt_attention
-from .divided import DividedLayout, Sum, all_gather, check_group
+from .divided import DividedLayout, Sum, all_gather, check_group, same_on_all_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +46,10 @@ class UlyssesLayout(DividedLayout):
     whole: SharedPromptLayout | None = None
 
     @staticmethod
+    @untraced
     @torch.inference_mode(False)  # autograd saves the tables
     def of(layout: SharedPromptLayout, group: dist.ProcessGroup) -> UlyssesLayout:
-        """The layout of a whole packed row, or of a `ContextLayout`, divided among the ranks of a group.
+        """The layout of a whole packed row, or of a `ContextLayout`, divided among a group's ranks, which all call.
 
         Args:
             layout: with a number of rows that the ranks divide; see `pad_to_multiple_of` of the packing, or of
@@ -55,21 +57,25 @@ class UlyssesLayout(DividedLayout):
             group: of torch.distributed. Its ranks have the same rows of a `ContextLayout`.
 
         Raises:
-            SharedPromptError: an argument is not as described.
+            SharedPromptError: an argument is not as described; on all ranks, another one has failed, or rows or ids are
+                not the same on all.
         """
-        checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
         check_group(group)
-        if isinstance(layout, UlyssesLayout):
-            raise SharedPromptLayoutError(explain("layout", "one without Ulysses", "a UlyssesLayout"))
-        ranks, rows = dist.get_world_size(group), layout.num_local_tokens
-        if rows % ranks:
-            expected = f"a multiple of the {ranks} ranks as number of rows (pad_to_multiple_of={ranks})"
-            raise SharedPromptLayoutError(explain("layout", expected, rows))
-        begin = dist.get_rank(group) * (rows // ranks)
-        row_index = torch.arange(begin, begin + rows // ranks, device=layout.device)
-        if isinstance(layout, DividedLayout) and layout.row_index is not None:
-            row_index = layout.row_index.index_select(0, row_index)
-        given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
+        with same_on_all_ranks(group) as common:
+            checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
+            if isinstance(layout, UlyssesLayout):
+                raise SharedPromptLayoutError(explain("layout", "one without Ulysses", "a UlyssesLayout"))
+            ranks, rows = dist.get_world_size(group), layout.num_local_tokens
+            if rows % ranks:
+                expected = f"a multiple of the {ranks} ranks as number of rows (pad_to_multiple_of={ranks})"
+                raise SharedPromptLayoutError(explain("layout", expected, rows))
+            common.note(layout, getattr(layout, "head_groups", None))
+            begin = dist.get_rank(group) * (rows // ranks)
+            row_index = torch.arange(begin, begin + rows // ranks, device=layout.device)
+            if isinstance(layout, DividedLayout) and layout.row_index is not None:
+                common["row_index"] = layout.row_index
+                row_index = layout.row_index.index_select(0, row_index)
+            given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
         # A rank's slice of the positions is not known by its memory; all of its rows stay.
         given.update(position_ids=None, late=None)
         return UlyssesLayout(**given, group=group, row_index=row_index, whole=layout)

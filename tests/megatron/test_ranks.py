@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -314,3 +315,94 @@ def _whole(name: str, parameter: Tensor, value: Tensor) -> Tensor:
         halves = zip(*(one.chunk(2) for one in parts))
         return torch.cat([torch.cat(half) for half in halves])
     return torch.cat(parts, dim)
+
+
+# --- ranks of one context-parallel group with other micro-batches -----------------------------------------------------
+
+
+def _other_batch(rank: int, **changes: Any) -> Any:
+    sequences = tiny.prompts_and_responses()[0]
+    if rank:
+        sequences = replace(sequences, **{name: change(getattr(sequences, name)) for name, change in changes.items()})
+    return sequences.pack(pad_to_multiple_of=4, min_shared=1)
+
+
+def _replayed(chunk: Any, rank: int) -> Any:
+    batch = _other_batch(0)
+    routes = tiny.drawn(batch, 2)
+    megatron.replay_routes(chunk, batch, routes[:-1] if rank else routes)
+    return megatron.shared_prompt_forward(chunk, batch)
+
+
+# Calls of both ranks, and what rank 0 and rank 1 say.
+_BATCH = "batch: expected the same on all ranks that divide its row .*, got other {} on some"
+_FAILED = "group: expected ranks that all come to this micro-batch, got an error on rank 1"
+DIFFERENT: dict[str, tuple[Any, str, str]] = {
+    "ids": (
+        lambda chunk, rank: megatron.shared_prompt_forward(
+            chunk, _other_batch(rank, tokens=lambda all: [[*one[:-1], 7] for one in all])
+        ),
+        *[_BATCH.format("input_ids")] * 2,
+    ),
+    "lengths": (
+        lambda chunk, rank: megatron.shared_prompt_forward(
+            chunk, _other_batch(rank, tokens=lambda all: all[1:], masks=lambda all: all[1:])
+        ),
+        *[_BATCH.format("node_lens and node_parents, .*")] * 2,
+    ),
+    "scored tokens": (
+        lambda chunk, rank: megatron.shared_prompt_forward(
+            chunk, _other_batch(rank, masks=lambda all: [[0, *one[:-2], 0] for one in all])
+        ),
+        *[_BATCH.format("response_lens, token_index")] * 2,
+    ),
+    "temperature": (
+        lambda chunk, rank: megatron.shared_prompt_forward(chunk, _other_batch(0), temperature=1.0 + rank),
+        *[_BATCH.format("options")] * 2,
+    ),
+    "values": (
+        lambda chunk, rank: megatron.shared_prompt_values(
+            chunk, _other_batch(rank, tokens=lambda all: [[*one[:-1], 7] for one in all])
+        ),
+        *[_BATCH.format("input_ids")] * 2,
+    ),
+    "a forward of one's own": (
+        lambda chunk, rank: megatron.divided_layout(
+            _other_batch(rank, tokens=lambda all: [[*one[:-1], 7] for one in all]), chunk.pg_collection.cp
+        ),
+        *[_BATCH.format("input_ids")] * 2,
+    ),
+    "no batch": (
+        lambda chunk, rank: megatron.shared_prompt_forward(chunk, "none" if rank else _other_batch(0)),
+        _FAILED,
+        "batch: expected a PackedBatch",
+    ),
+    "no temperature": (
+        lambda chunk, rank: megatron.shared_prompt_forward(chunk, _other_batch(0), temperature=1.0 - rank),
+        _FAILED,
+        "temperature: expected",
+    ),
+    "routes": (_replayed, _FAILED, "routes: expected"),
+}
+
+
+def _run_differing(rank: int, names: list[str], results: Any) -> None:
+    with megatron_on_the_cpu(context=2):
+        chunk = tiny_chunk("experts", tiny_config("experts", context_parallel_size=2, moe_enable_routing_replay=True))
+        megatron.install([chunk])
+        for name in names:
+            try:
+                DIFFERENT[name][0](chunk, rank)
+                results[rank, name] = "no error"
+            except ValueError as error:
+                results[rank, name] = str(error)
+        results[rank, "equal"] = megatron.shared_prompt_forward(chunk, _other_batch(0))[0].detach()
+
+
+def test_ranks_that_differ() -> None:
+    """All of them say it, and none waits for another; afterwards they score as before."""
+    found = run_ranks(_run_differing, 2, [*DIFFERENT])
+    for name, (_, *expected) in DIFFERENT.items():
+        for rank in range(2):
+            assert re.match(expected[rank], found[rank, name]), (name, rank, found[rank, name])
+    assert torch.equal(found[0, "equal"], found[1, "equal"])

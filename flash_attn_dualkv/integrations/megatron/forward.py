@@ -18,7 +18,7 @@ from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ..buffers import unchanged_buffers
 from ..context_parallel import ContextLayout
-from ..divided import check_divided
+from ..divided import Common, check_divided, same_on_all_ranks
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .install import installed_chunk, position_ids_of
 from .params import SharedPackedSeqParams, divided_layout
@@ -69,8 +69,11 @@ def shared_prompt_forward(
         SharedPromptError: an argument is not as described, or the model is not installed; see `install`.
         SharedPromptLayoutError: an attention layer has not got the layout.
     """
-    layout = layout_of(model, batch)
-    request = _request(batch, layout, temperature, with_entropy)
+    chunk = installed_chunk(model)
+    with same_on_all_ranks(chunk.pg_collection.cp) as common:
+        layout = layout_of(model, batch)
+        request = _request(batch, layout, temperature, with_entropy)
+        _note(common, chunk, batch, (temperature, with_entropy))
     output: Tensor | Scores = _run(
         model, batch, layout, output_processor=score_hidden, output_processor_context=request, **inputs
     )
@@ -90,9 +93,12 @@ def shared_prompt_values(model: nn.Module, batch: PackedBatch, **inputs: Any) ->
     Raises:
         SharedPromptError, SharedPromptLayoutError: see `shared_prompt_forward`; an output of more than one number.
     """
-    layout = layout_of(model, batch)
+    chunk = installed_chunk(model)
+    with same_on_all_ranks(chunk.pg_collection.cp) as common:
+        layout = layout_of(model, batch)
+        _note(common, chunk, batch, None)
     output: Tensor = _run(model, batch, layout, **inputs)
-    if not installed_chunk(model).post_process:
+    if not chunk.post_process:
         return output
     if output.shape[-1] != 1:
         raise SharedPromptError(explain("output layer", "one value a row", output.shape[-1]))
@@ -110,6 +116,15 @@ def layout_of(model: nn.Module, batch: PackedBatch) -> ContextLayout | None:
     config, group = chunk.config, chunk.pg_collection.cp
     slices = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return divided_layout(batch, group, slices) if group.size() > 1 else None
+
+
+def _note(common: Common, chunk: Any, batch: PackedBatch, options: Any) -> None:
+    """What this stage reads of the batch; others may have the layout alone."""
+    common.note(batch.layout, options)
+    if not chunk.pre_process:
+        common["input_ids"] = None
+    if chunk.post_process:
+        common.update(response_lens=batch.response_lens, token_index=batch.token_index)
 
 
 def _run(model: nn.Module, batch: PackedBatch, layout: ContextLayout | None, **inputs: Any) -> Any:

@@ -19,6 +19,7 @@ from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ..context_parallel import ContextLayout
+from ..divided import same_on_all_ranks
 from .forward import layout_of
 from .install import installed_chunk, replayed_routers
 
@@ -42,29 +43,31 @@ def replay_routes(model: nn.Module, batch: PackedBatch, routes: Tensor, replayed
     """
     chunk = installed_chunk(model)
     routers = sorted(replayed_routers(chunk), key=lambda one: one[0])
-    config, tokens = chunk.config, batch.num_replicated_tokens
-    checks.integers("routes", routes, 3)
-    layers = _layers_with_experts(config)
-    if len(routes) != tokens or routes.shape[1] not in (config.num_layers, len(layers)):
-        expected = f"{tokens} tokens and {config.num_layers} layers, or {len(layers)} with experts"
-        raise SharedPromptError(explain("routes", expected, f"shape {tuple(routes.shape)}"))
-    if replayed is not None and (replayed.shape != (tokens,) or replayed.dtype != torch.bool):
-        raise SharedPromptError(explain("replayed", f"a bool of each of {tokens} tokens", checks.describe(replayed)))
-    of_all = routes.shape[1] == config.num_layers
-    places = [number - 1 if of_all else layers.index(number - 1) for number, _ in routers]
-    chosen = routes.index_select(1, torch.tensor(places, dtype=torch.int64, device=routes.device))
-    sources = batch.source_index.clamp(min=0)  # any route will do for padding
-    rows = chosen.index_select(0, sources)
-    differs = (rows.index_select(0, batch.row_index) != chosen).flatten(1).any(1)
-    mask = {}
-    layout = layout_of(model, batch)
-    if replayed is not None:
-        of_rows = replayed.index_select(0, sources)
-        differs = (differs & replayed) | (of_rows.index_select(0, batch.row_index) != replayed)
-        mask["replay_mask"] = _own_rows(chunk, layout, of_rows)
-    if differs.any():
-        expected = "the same ones for all tokens that share a row"
-        raise SharedPromptError(explain("routes", expected, f"others in {int(differs.sum())} tokens"))
+    with same_on_all_ranks(chunk.pg_collection.cp):
+        config, tokens = chunk.config, batch.num_replicated_tokens
+        checks.integers("routes", routes, 3)
+        layers = _layers_with_experts(config)
+        if len(routes) != tokens or routes.shape[1] not in (config.num_layers, len(layers)):
+            expected = f"{tokens} tokens and {config.num_layers} layers, or {len(layers)} with experts"
+            raise SharedPromptError(explain("routes", expected, f"shape {tuple(routes.shape)}"))
+        if replayed is not None and (replayed.shape != (tokens,) or replayed.dtype != torch.bool):
+            expected = f"a bool of each of {tokens} tokens"
+            raise SharedPromptError(explain("replayed", expected, checks.describe(replayed)))
+        of_all = routes.shape[1] == config.num_layers
+        places = [number - 1 if of_all else layers.index(number - 1) for number, _ in routers]
+        chosen = routes.index_select(1, torch.tensor(places, dtype=torch.int64, device=routes.device))
+        sources = batch.source_index.clamp(min=0)  # any route will do for padding
+        rows = chosen.index_select(0, sources)
+        differs = (rows.index_select(0, batch.row_index) != chosen).flatten(1).any(1)
+        mask = {}
+        layout = layout_of(model, batch)
+        if replayed is not None:
+            of_rows = replayed.index_select(0, sources)
+            differs = (differs & replayed) | (of_rows.index_select(0, batch.row_index) != replayed)
+            mask["replay_mask"] = _own_rows(chunk, layout, of_rows)
+        if differs.any():
+            expected = "the same ones for all tokens that share a row"
+            raise SharedPromptError(explain("routes", expected, f"others in {int(differs.sum())} tokens"))
     own = _own_rows(chunk, layout, rows).long()
     for place, (_, router) in enumerate(routers):
         router.set_target_indices(own[:, place].contiguous(), **mask)

@@ -24,7 +24,7 @@ from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptTypeError
 from ...host import to_device, untraced
 from ..buffers import unchanged_buffers
-from ..divided import DividedLayout, check_divided
+from ..divided import DividedLayout, check_divided, same_on_all_ranks
 from ..guard import expect_shared_prompt
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .first_use import check_first_use
@@ -88,8 +88,9 @@ def shared_prompt_forward(
         batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device. The images of its prompts are
             those that it was packed with.
         layout: of the batch, divided among ranks: `UlyssesLayout.of(batch.layout, group)`, `ContextLayout.of(...)`, or
-            one of the other. All ranks must call, with the same batch; all get all scores. A loss of them is divided by
-            `layout.num_ranks`, and the gradients of parameters summed over the ranks. None: this process has the row.
+            one of the other. All ranks must call, with the same batch, which is compared; all get all scores. A loss of
+            them is divided by `layout.num_ranks`, and the gradients of parameters summed over the ranks. None: this
+            process has the row.
         temperature: divides the logits; finite and > 0.
         with_entropy: also return the entropy of each distribution (natural log, differentiable).
         self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
@@ -107,16 +108,21 @@ def shared_prompt_forward(
     Raises:
         SharedPromptError: an argument is not as described; a token id is not in the vocabulary, or a position not in
             the model's table of them; the model is not exact on shared prompts (see `check_supported`), draws random
-            numbers, runs on another attention, or shards its LM head as an FSDP unit of its own.
+            numbers, runs on another attention, or shards its LM head as an FSDP unit of its own. With a divided layout
+            on all ranks: another one has failed, or has another batch or other arguments.
         SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
     """
-    checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
-    temperature = checks.number("temperature", temperature)
-    checks.flag("with_entropy", with_entropy)
+    with same_on_all_ranks(*(layout.groups if isinstance(layout, DividedLayout) else ())) as common:
+        checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
+        temperature = checks.number("temperature", temperature)
+        checks.flag("with_entropy", with_entropy)
+        if layout is not None:
+            check_divided(layout, batch.layout)
+            common.note(batch.layout, (temperature, with_entropy))
+            common.update(response_lens=batch.response_lens, token_index=batch.token_index)
     distinct = batch.distinct
     token_index, targets = distinct.pick(batch.token_index), distinct.pick(batch.targets)
     if layout is not None:
-        check_divided(layout, batch.layout)
         own, token_index = layout.local_rows(token_index)
         targets = targets.index_select(0, own)
 

@@ -23,6 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
+from ..divided import same_on_all_ranks
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.images import check_images, check_placeholders, placeholders_of
@@ -103,7 +104,10 @@ class _SharedPrompts(SharedPrompts):
         if not self._is_mine():
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         micro_batch = micro_batch.to(get_device_id())
-        found = self._plan_of(micro_batch)
+        divides = self.refusal is None and self._ulysses_ranks() > 1
+        with same_on_all_ranks(*[transformer_impl.get_ulysses_sequence_parallel_group()] * divides) as common:
+            found = self._plan_of(micro_batch)
+            common["sharing"] = found if isinstance(found, str) else "shared"
         if isinstance(found, str):
             self._count_stock(micro_batch, found)
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
@@ -191,6 +195,7 @@ class _SharedPrompts(SharedPrompts):
                 self._announce(f"a micro-batch is not shared: {lacking}")
                 return "positions"
             group = transformer_impl.get_ulysses_sequence_parallel_group()
+            # Compared over the ranks in `forward_step`, with those that do not share.
             plan = replace(plan, layout=UlyssesLayout.of(plan.layout, group))
         elif plan.scored is not None and self.options.drop_unread:
             late = late_layout(causal_lm_of(self.stock_module), plan.batch)

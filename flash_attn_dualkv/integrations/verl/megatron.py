@@ -28,6 +28,7 @@ from ...checks import explain
 from ...data.batch import PackedBatch
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
+from ..divided import same_on_all_ranks
 from ..megatron import install as install_in_model
 from ..megatron import recorded_routes, replay_routes, shared_prompt_forward, shared_prompt_values
 from ..megatron.install import replayed_routers
@@ -123,7 +124,10 @@ class _SharedPrompts(SharedPrompts):
         if not self._is_mine():
             return run_stock(batch_iter)
         micro_batch = next(batch_iter).to(get_device_id())
-        found = self._batch_of(micro_batch)
+        groups = [parallel_state.get_context_parallel_group()] if self.refusal is None else []
+        with same_on_all_ranks(*groups) as common:
+            found = self._batch_of(micro_batch)
+            common["sharing"] = found if isinstance(found, str) else "shared"
         is_first = model is self.module[0]  # of virtual stages, each of which gets the micro-batch
         if isinstance(found, str):
             if is_first:
