@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import checks
 from . import operators
 from .calls import DecodeCall, check_call
+from .contents import are_checked
 from .plan import SharedPrefixPlan, check_plan
 
 
@@ -68,8 +69,9 @@ def shared_prefix_decode(
         TypeError, ValueError: an argument is not as described; the message names it.
         NotImplementedError: FP8 caches; values of another head dim than keys, as in MLA; a softcap
             that the CUDA kernels lack.
-        RuntimeError: the plan has planned no step; an input requires a gradient while gradients are
-            recorded: there is no backward.
+        RuntimeError: the plan has planned no step, or another one (seen on the CPU, and with
+            DUALKV_DEBUG=1); an input requires a gradient while gradients are recorded: there is no
+            backward.
     """
     step = check_plan(plan)
     checks.check_are_tensors(("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
@@ -81,6 +83,8 @@ def shared_prefix_decode(
     softcap = checks.number("softcap", softcap, zero=True)
     call = DecodeCall(q, k_cache, v_cache, sinks, q if out is None else out, scale, window, softcap, step)
     check_call(call)
+    if plan.seen is not None and are_checked(q):
+        plan.seen.check(call)
     if out is None:
         call = call._replace(out=q.new_empty(q.shape))
     lse = operators.decode(call)

@@ -2,13 +2,11 @@
 """A step of decoding and a layer's call as typed structures, and the checks of both.
 
 They are the arguments of the operators `decode_plan` and `decode`, flat and in the order of the
-fields. `check_step` and `check_call` look at shapes, types and places; `check_values` reads the
-contents of a step's tensors, which waits for the device.
+fields. `check_step` and `check_call` look at shapes, types and places; contents.py at values.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +145,8 @@ def check_table(block_table: Any, device: torch.device, most_columns: int = MAX_
     if len(shape) != 2:
         raise ValueError(explain("block_table", "2 dimensions (requests, pages of each)", f"shape {shape}"))
     if not 1 <= shape[1] <= most_columns:
-        raise ValueError(explain("block_table", f"1 to {most_columns} columns (max_pages_per_request)", shape[1]))
+        expected = f"1 to {most_columns} columns (max_pages_per_request: make the plan for the widest table)"
+        raise ValueError(explain("block_table", expected, shape[1]))
     if shape[1] > 1 and block_table.stride(1) != 1:
         raise ValueError(explain("block_table", "contiguous columns (stride 1)", f"stride {block_table.stride(1)}"))
 
@@ -209,50 +208,3 @@ def check_cache(name: str, cache: Tensor, k_cache: Tensor) -> None:
         raise NotImplementedError(explain(name, expected, cache.shape[3]))
     if cache.stride(3) != 1 and cache.numel() != 0:
         raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {cache.stride(3)}"))
-
-
-def check_values(step: Step) -> None:
-    """ValueError for contents that contradict each other; requests without keys pass."""
-    table, page_size, pages = step.block_table.cpu(), step.limits.page_size, step.limits.num_pages
-    requests, columns = table.shape
-    keys, most = step.seqlens.tolist(), columns * page_size
-    starts = [*range(requests + 1)] if step.cu_seqlens_q is None else step.cu_seqlens_q.tolist()
-    for index, (before, start) in enumerate(pairwise([0, *starts])):
-        if not before <= start <= step.queries:
-            expected = f"offsets that do not decrease, from 0 to at most {step.queries} (num_queries)"
-            raise ValueError(explain(f"cu_seqlens_q[{index}]", expected, f"{start} after {before}"))
-    cuts = keys if step.boundaries is None else step.boundaries.tolist()
-    for index, (count, cut, queries) in enumerate(zip(keys, cuts, (end - start for start, end in pairwise(starts)))):
-        if not 0 <= count <= most:
-            expected = f"0 to {most} keys ({columns} pages of {page_size})"
-            raise ValueError(explain(f"seqlens[{index}]", expected, count))
-        if count and queries > count:
-            expected = f"at least {queries} keys (those of the request's queries)"
-            raise ValueError(explain(f"seqlens[{index}]", expected, count))
-        if count and cut < 0:
-            raise ValueError(explain(f"boundaries[{index}]", "0 or more keys", cut))
-    used = torch.arange(columns) * page_size < torch.tensor(keys).view(-1, 1)
-    wrong = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
-    if wrong:
-        row, column = wrong[0]
-        expected = f"a page from 0 to {pages - 1}"
-        raise ValueError(explain(f"block_table[{row}, {column}]", expected, int(table[row, column])))
-    if step.parents is not None and step.shared_pages is not None:
-        check_parents(table, used.sum(1).tolist(), step.parents.tolist(), step.shared_pages.tolist())
-
-
-def check_parents(table: Tensor, used: list[int], parents: list[int], shared: list[int]) -> None:
-    """ValueError for a request that has not its parent's pages; `used`: how many pages hold keys of each."""
-    columns = table.shape[1]
-    for index, (parent, pages) in enumerate(zip(parents, shared)):
-        if not -1 <= parent < index:
-            raise ValueError(explain(f"parents[{index}]", "an earlier request, or -1", parent))
-        if not 0 <= pages <= columns:
-            raise ValueError(explain(f"shared_pages[{index}]", f"0 to {columns} (columns)", pages))
-        if parent < 0:
-            continue
-        most = min(pages, used[index], used[parent])
-        differ = (table[index, :most] != table[parent, :most]).nonzero()
-        if len(differ):
-            expected = f"at most {int(differ[0])} pages that are those of request {parent}"
-            raise ValueError(explain(f"shared_pages[{index}]", expected, pages))

@@ -12,6 +12,7 @@ from .. import checks
 from ..checks import explain
 from .attention import shared_prefix_decode
 from .calls import PAGE_ROWS, check_cache, check_ints, check_table
+from .contents import are_checked, check_appended, check_planned
 from .operators import refuse_gradients
 from .plan import SharedPrefixPlan, check_plan
 
@@ -37,7 +38,7 @@ def append_kv(
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is not as described; the message
-            names it.
+            names it. Pages that two requests have are seen on the CPU, and with DUALKV_DEBUG=1.
         RuntimeError: k or v requires a gradient while gradients are recorded.
     """
     names, tensors = ("k", "v", "k_cache", "v_cache"), (k, v, k_cache, v_cache)
@@ -59,6 +60,9 @@ def append_kv(
     refuse_gradients(tensors)
     if shape[0] == 0 or requests == 0 or k_cache.shape[0] == 0:
         return
+    if are_checked(block_table):
+        counts = shape[0] // requests if cu_seqlens_q is None else cu_seqlens_q.diff()
+        check_appended(block_table, cache_seqlens, counts, k_cache.shape[1], k_cache.shape[0])
     with torch.no_grad():
         _write(k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q)
 
@@ -188,6 +192,8 @@ def flash_attn_with_kvcache(
             expected = f"a step of {batch} requests and {batch * queries} queries"
             got = f"one of {step.block_table.shape[0]} and {step.queries}"
             raise ValueError(explain("plan", expected, got))
+        if added and are_checked(table):
+            check_planned(step, table, lengths + added)
     if k is not None and v is not None and added:
         append_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, table, lengths)
     out, lse = shared_prefix_decode(

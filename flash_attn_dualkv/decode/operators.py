@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import kernels, ops
-from ..checks import environment_flag, explain
+from ..checks import explain
 from . import reference
 from .calls import (
     DecodeCall,
@@ -23,13 +22,13 @@ from .calls import (
     check_call,
     check_limits,
     check_step,
-    check_values,
     pack,
     pack_step,
     tensors_of,
     unpack,
     unpack_step,
 )
+from .contents import check_values, have_values
 
 _STEP = (
     "Tensor block_table, Tensor seqlens, Tensor? cu_seqlens_q, Tensor? boundaries, Tensor? parents, "
@@ -47,11 +46,6 @@ _decode_plan = torch.ops.flash_attn_dualkv.decode_plan.default
 _decode = torch.ops.flash_attn_dualkv.decode.default
 
 
-def _plan_cpu(step: Step) -> None:
-    if environment_flag("DUALKV_DEBUG"):
-        check_values(step)
-
-
 def _plan_cuda(step: Step) -> None:
     if ops.checks_values():
         check_values(step)
@@ -63,16 +57,11 @@ def _decode_cuda(call: DecodeCall) -> Tensor:
     return reference.decode(call) if ops.forces_reference() else kernels.decode(call)
 
 
-_PLAN: dict[str, Callable[[Step], None]] = {"cpu": _plan_cpu, "cuda": _plan_cuda}
+_PLAN: dict[str, Callable[[Step], None]] = {"cpu": check_values, "cuda": _plan_cuda}
 _DECODE: dict[str, Callable[[DecodeCall], Tensor]] = {"cpu": reference.decode, "cuda": _decode_cuda}
 
 
 # Callers of the operators are checked here; the public functions have checked their arguments.
-
-
-def _is_traced(arguments: tuple[Any, ...]) -> bool:
-    """Whether the tensors have no values to be wrong yet."""
-    return torch.compiler.is_compiling() or any(isinstance(one, FakeTensor) for one in arguments)
 
 
 def _check_step(step: Step) -> None:
@@ -89,7 +78,7 @@ def _check_step(step: Step) -> None:
 def _planning(implementation: Callable[[Step], None]) -> Callable[..., None]:
     def plan(*arguments: Any) -> None:
         step = unpack_step(arguments)
-        if not _is_traced(arguments):
+        if have_values(arguments):
             _check_step(step)
         implementation(step)
 
@@ -99,7 +88,7 @@ def _planning(implementation: Callable[[Step], None]) -> Callable[..., None]:
 def _decoding(implementation: Callable[[DecodeCall], Tensor]) -> Callable[..., Tensor]:
     def decode(*arguments: Any) -> Tensor:
         call = unpack(arguments)
-        if not _is_traced(arguments):
+        if have_values(arguments):
             _check_step(call.step)
             check_call(call)
         return implementation(call)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import checks, kernels, ops
 from ..checks import explain
+from . import contents
 from .calls import MOST_KEYS, Limits, Step, check_limits, check_step, check_table
 from .operators import make_plan
 
@@ -92,6 +93,7 @@ class SharedPrefixPlan:
         self.device = empty.device
         self._memory = make_memory(self.limits, self.device)
         self._step: Step | None = None
+        self.seen: contents.Seen | None = None  # the step's contents, where they are checked
 
     def update(
         self, block_table: Tensor, seqlens: Tensor, *, cu_seqlens_q: Tensor | None = None,
@@ -127,11 +129,11 @@ class SharedPrefixPlan:
             The plan itself.
 
         Raises:
-            TypeError, ValueError: an argument is not as described. Contents are checked only with
-                DUALKV_DEBUG=1 in the environment, which waits for the device: otherwise wrong ones
-                give wrong numbers, but never an access outside of the cache.
+            TypeError, ValueError: an argument is not as described. On a GPU contents are checked only
+                with DUALKV_DEBUG=1 in the environment, which waits for the device: otherwise wrong
+                ones give wrong numbers, but never an access outside of the cache.
         """
-        self._step = None
+        self._step = self.seen = None
         check_table(block_table, self.device)
         if num_queries is None:
             num_queries = block_table.shape[0] if cu_seqlens_q is None else self.limits.max_queries
@@ -139,6 +141,8 @@ class SharedPrefixPlan:
         step = Step(*given, self._memory, num_queries, self.limits)
         check_step(step, self.device, self.max_pages_per_request)
         make_plan(step)
+        if contents.are_checked(block_table):
+            self.seen = contents.Seen(step)
         self._step = step
         return self
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ def test_a_compiled_step() -> None:
 
     outs = []
     for compiled in (True, False):
-        step = forest(4)
+        table = torch.arange(7, dtype=torch.int32)[:, None] + ints(0, 5)  # 16 keys go on in page 7
+        step = replace(forest(4), block_table=table, seqlens=[0, 5, 16, 15, 0, 0, 0])
         lengths, new = ints(*step.seqlens), torch.ones(len(step.q), 2, 16, dtype=torch.float64)
         function = torch.compile(step_of, fullgraph=True, backend="aot_eager") if compiled else step_of
         outs.append(function(step.plan(), step, lengths, new).nan_to_num())

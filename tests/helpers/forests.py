@@ -113,8 +113,12 @@ class Forest:
 def forest(
     seed: int, *, page_size: int = 16, layout: str = "NHD", heads: tuple[int, int] = (4, 2), head_dim: int = 16,
     dtype: torch.dtype = torch.float64, requests: int = 7, most_pages: int = 5, most_queries: int = 1,
+    is_legal: bool = True,
 ) -> Forest:  # fmt: skip
-    """Each request takes over pages of an earlier one up to some column, and has pages of its own behind them."""
+    """Each request takes over pages of an earlier one up to some column, and has pages of its own behind them.
+
+    It may have more queries than keys if it is not legal.
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     tables: list[list[int]] = []
     seqlens, queries, used = [], [], 0
@@ -127,6 +131,8 @@ def forest(
         seqlens.append(keys)
         queries.append(rng.randint(0, most_queries) if most_queries > 1 else 1)
     queries[0] = most_queries  # some request has rows
+    if is_legal:
+        queries = [min(one, keys) if keys else one for one, keys in zip(queries, seqlens)]
     places = rng.sample(range(used + 3), used + 3)
     k, v = pages_of(used + 3, page_size, heads[1], head_dim, layout, dtype)
     for table, keys in zip(tables, seqlens):

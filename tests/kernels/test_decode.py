@@ -82,7 +82,7 @@ def random_step(case: tuple[Any, ...], seed: int, most_pages: int = 0) -> tuple[
         made = forest(
             number, page_size=page_size, layout=layout, heads=HEADS[head_dim], head_dim=head_dim,
             dtype=dtype, requests=40 if DEVICE == "cuda" else 6, most_pages=max(most * 32 // page_size, 3),
-            most_queries=queries,
+            most_queries=queries, is_legal=False,
         )  # fmt: skip
         cuts = random_cuts(made, number)
         if shared_keys(made, cuts.tolist()) >= TILE:
