@@ -24,7 +24,16 @@ def make_memory(limits: Limits, device: torch.device) -> Tensor | None:
     """The memory of a plan, zeros; None where the reference decodes, which needs none."""
     if device.type == "cpu" or ops.forces_reference():
         return None
-    return torch.zeros(kernels.decode_plan_bytes(limits, device), dtype=torch.uint8, device=device)
+    size = kernels.decode_plan_bytes(limits, device)
+    try:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        rows, serial = limits.max_queries, limits._replace(split_keys=0)
+        less = f", and with exact='trainer' {kernels.decode_plan_bytes(serial, device) >> 20} MiB"
+        raise torch.OutOfMemoryError(
+            f"a SharedPrefixPlan for max_queries={rows} takes {size >> 20} MiB: fewer take less"
+            f"{less if limits.split_keys else ''}. {error}"
+        ) from error
 
 
 class SharedPrefixPlan:
@@ -64,6 +73,7 @@ class SharedPrefixPlan:
         TypeError, ValueError: an argument is not as described; the message names it.
         NotImplementedError: a head dim that the kernels lack.
         RuntimeError: a GPU in an installation without kernels.
+        torch.OutOfMemoryError: says how large the plan is, and what makes it smaller.
     """
 
     def __init__(

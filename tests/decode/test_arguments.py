@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from flash_attn_dualkv import SharedPrefixPlan, append_kv, kernels, ops, shared_prefix_decode
 from flash_attn_dualkv.decode import operators
 from flash_attn_dualkv.decode.calls import DecodeCall
+from flash_attn_dualkv.decode.plan import make_memory
 
 NORMAL = {"page_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "num_pages": 5, "device": "cpu"}
 
@@ -373,6 +375,23 @@ def test_what_kernels_lack(library: Library, monkeypatch: pytest.MonkeyPatch) ->
     limits = limits._replace(head_dim=64)
     assert kernels.decode_plan_bytes(limits, torch.device("cpu")) == 4096
     assert library.calls == [("decode_plan_bytes", (-1, (*[0] * 10, *limits, 0)))]
+
+
+@pytest.mark.parametrize(("exact", "less"), [("split", ", and with exact='trainer' 7 MiB"), ("trainer", "")])
+def test_memory_that_does_not_fit(library: Library, exact: str, less: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the plan, its size, and what makes it smaller."""
+    limits = SharedPrefixPlan(**plan_arguments() | {"exact": exact}).limits._replace(head_dim=64)
+
+    def none_left(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(library, "decode_plan_bytes", lambda _, plan: (9 if plan[-2] else 7) << 20, raising=False)
+    monkeypatch.setattr(torch, "zeros", none_left)
+    monkeypatch.setattr(kernels.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    size = 9 if exact == "split" else 7
+    expected = f"a SharedPrefixPlan for max_queries=6 takes {size} MiB: fewer take less{less}. CUDA out of memory."
+    with pytest.raises(torch.OutOfMemoryError, match=f"^{re.escape(expected)}$"):
+        make_memory(limits, torch.device("cuda"))
 
 
 def test_nothing_is_launched_without_rows(library: Library) -> None:

@@ -248,6 +248,17 @@ def test_who_folds_changes_no_bit(case: tuple[Any, ...], shares: bool, kernels: 
     oracle.assert_bits_equal("lse", found_lse[:, : len(out)], lse)
 
 
+@pytest.mark.parametrize("case", [one for one in CASES if "window" in one[-1]], ids=case_name)
+def test_windows_are_never_divided(case: tuple[Any, ...], kernels: str) -> None:
+    """Their bits are those of serial walks: a plan of layers with windows alone needs no room for splits."""
+    (step, cuts), options = random_step(case, 45), case[-1]
+    (out, lse), (serial, serial_lse) = (
+        decode(step, options, exact=exact, boundaries=cuts) for exact in ("split", "trainer")
+    )
+    oracle.assert_bits_equal("out", out, serial)
+    oracle.assert_bits_equal("lse", lse, serial_lse)
+
+
 @modes
 @cases
 def test_results_repeat_bit_for_bit(case: tuple[Any, ...], exact: str, kernels: str) -> None:

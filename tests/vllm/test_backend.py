@@ -224,6 +224,28 @@ def test_divided_walks(exact: str | None, calls: Calls) -> None:
     assert calls.rows == ([] if exact == "trainer" else [42])
 
 
+def test_plans_of_windows_have_no_room_for_splits(calls: Calls) -> None:
+    """No launch divides a window: the plan of layers with windows alone is that of serial walks, with the same bits."""
+    for window, exact in (((9, 0), "trainer"), ((-1, -1), "split")):
+        builder = steps.builder(layer := Layer(sliding_window=window))
+        run(layer, builder, [*DECODING, *PREFILL])
+        plan = builder._sharing._plan
+        assert plan.exact == exact and (plan.limits.split_keys == 0) == (exact == "trainer")
+        assert not builder._sharing.settings.decodes_prompts, "prompts stay vLLM's"
+    assert calls.rows == [42, 42]
+
+
+def test_memory_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that runs out of memory for a plan says whose it is, and which of vLLM's settings make room."""
+
+    def none_left(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("a SharedPrefixPlan takes 580 MiB.")
+
+    monkeypatch.setattr(sharing, "SharedPrefixPlan", none_left)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^1 layers: .* 580 MiB\. In vLLM lower max_num_seqs, .* gpu_mem"):
+        run(layer := Layer(), steps.builder(layer), DECODING)
+
+
 def test_sinks_and_softcap() -> None:
     layer = Layer(sinks=torch.tensor([0.0, 2.0, -1.0, 4.0]), logits_soft_cap=0.5)
     run(layer, steps.builder(layer), DECODING)

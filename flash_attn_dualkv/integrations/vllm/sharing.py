@@ -63,7 +63,10 @@ class Sharing:
     def __init__(self, layers: dict[str, Any], geometry: Geometry, settings: Settings, device: torch.device) -> None:
         self.geometry, self.settings, self.device = geometry, settings, device
         reads_all = any(one.impl.sliding_window[0] < 0 for one in layers.values())  # windows are read for each request
-        self.statistics = Statistics(settings.log_interval * reads_all, f"{len(layers)} layers")
+        # Windows are never divided: the states of divided walks would be memory that nothing uses.
+        self._walks = settings.walks if reads_all else "trainer"
+        self._whose = f"{len(layers)} layers"
+        self.statistics = Statistics(settings.log_interval * reads_all, self._whose)
         self._layers = layers
         # Made with the first step: memory that vLLM gives to builders loses its contents when an
         # engine sleeps.
@@ -127,18 +130,21 @@ class Sharing:
                 self._plan = SharedPrefixPlan(
                     geometry.max_requests, columns, num_pages=pages, max_queries=self._rows(), page_size=page_size,
                     num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
-                    device=self.device, exact=self.settings.walks,
+                    device=self.device, exact=self._walks,
                 )  # fmt: skip
                 with torch.inference_mode(False):  # a tensor that can be written in any mode
                     self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
             except NotImplementedError as error:
                 self.refuse(str(error))
+            except torch.OutOfMemoryError as error:
+                setting = "max_num_seqs, whose rows it has room for, or gpu_memory_utilization, which leaves room"
+                raise torch.OutOfMemoryError(f"{self._whose}: {error} In vLLM lower {setting}") from error
         return self._plan
 
     def refuse(self, reason: str) -> None:
         """Leave these layers to vLLM's own attention from now on, and say so once."""
         self.lacking = reason
-        say_once(f"{len(self._layers)} layers run on vLLM's own attention: {reason}")
+        say_once(f"{self._whose} run on vLLM's own attention: {reason}")
 
     def _cut(self, requests: int) -> Tensor:
         """Where training cuts each request, on the device. It is written when it changes."""
