@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import logging
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -517,6 +518,20 @@ def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
             statistics.count_shared(common.block_table_tensor, common.seq_lens, torch.from_numpy(cuts), 16, False)
     assert "4 layers: a step of 6 requests reads" in caplog.text and "2 groups of 2.5 siblings" in caplog.text
     assert "steps: 2 of decoding, 0 mixed, vLLM's own 1 (prompts alone)" in caplog.text
+
+
+def test_statistics_of_many_pages() -> None:
+    """A line stops the worker of a long step for no more than a moment: 2.5M pages were hashed for seconds."""
+    rng = np.random.default_rng(0)
+    table = rng.permutation(1024 * 2500).astype(np.int32).reshape(1024, 2500)
+    table[1::2, :100] = table[::2, :100]
+    keys = np.full(1024, 2500 * 16, dtype=np.int32)
+    began = time.process_time()
+    reading = read_table(table, keys, keys, 16)
+    assert time.process_time() - began < 1.0
+    assert reading == Reading(1024 * 40_000, 512 * 1600, 1024, 512, 1024)
+    nothing = np.zeros(0, dtype=np.int32)
+    assert read_table(table[:0], nothing, nothing, 16) == Reading(0, 0, 0, 0, 0)
 
 
 def test_first_runner(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
