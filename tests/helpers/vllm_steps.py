@@ -119,15 +119,15 @@ class Layer(torch.nn.Module):
         self.kv_cache = torch.full(cache_shape(), torch.nan, dtype=DTYPE)
 
 
-def builder(layer: Layer, vllm_config: Any | None = None) -> Any:
-    """The backend's metadata builder of a layer."""
-    made = vllm_config or config()
-    made.compilation_config.static_forward_context[NAME] = layer
+def builder(layer: Layer, vllm_config: Any | None = None, layers: dict[str, Layer] | None = None) -> Any:
+    """The backend's metadata builder of a layer, or of all that have its block table."""
+    made, layers = vllm_config or config(), layers or {NAME: layer}
+    made.compilation_config.static_forward_context |= layers
     sizes = {"block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM, "dtype": DTYPE}
     window = layer.impl.sliding_window[0] + 1
     spec = SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
     kind = backend.SharedPrefixBackend.get_builder_cls()
-    return kind(spec, [NAME], made, torch.device("cpu"))
+    return kind(spec, [*layers], made, torch.device("cpu"))
 
 
 def metadata(requests: list[Request], padded: int | None = None, **changes: Any) -> Any:
@@ -172,7 +172,7 @@ def plain(
     positions = torch.arange(request.keys)
     pages = torch.tensor(request.pages)[positions // PAGE]
     found = (cache[pages, positions % PAGE].double() for cache in (k_cache, v_cache))  # (keys, KV heads, head_dim)
-    k, v = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in found)
+    k, v = (one.repeat_interleave(q.shape[1] // KV_HEADS, 1) for one in found)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     if softcap:
         scores = softcap * (scores / softcap).tanh()

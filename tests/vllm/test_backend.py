@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: .ci/run puts its Python code on the path")
 
-import vllm
+import vllm.config.vllm
 import vllm_steps as steps
 from vllm.model_executor.layers import layernorm
 from vllm.platforms import current_platform
@@ -35,7 +35,7 @@ from vllm_steps import Calls, Layer, Request
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations.replacing import stock_of
-from flash_attn_dualkv.integrations.vllm import backend, log, prompts, sharing, versions
+from flash_attn_dualkv.integrations.vllm import backend, log, prompts, selection, sharing, versions
 from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
 from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
 
@@ -50,6 +50,15 @@ DECODING = [
     Request(40, 1, 32, [20, 21, 23]),
 ]
 PREFILL = [Request(37, 37, 37, [50, 51, 52]), Request(64, 5, 70, [55, 56, 57, 58])]
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the plug-in says in vLLM's log."""
+    found: list[str] = []
+    monkeypatch.setattr(selection, "_process", SimpleNamespace())
+    monkeypatch.setattr(log.logger, "warning", lambda message, *rest: found.append(message % rest))
+    return found
 
 
 @pytest.fixture
@@ -100,6 +109,28 @@ def test_registration() -> None:
     try:
         plugin.register()
         assert custom.get_path() == "another.Plugin"
+    finally:
+        custom.clear_override()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_flag_beside_another_plugin(is_late: bool, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """DUALKV_VLLM=1 asks for this backend: where another plug-in has CUSTOM, also later on, the log says so."""
+    overrides, custom = vllm.v1.attention.backends.registry._ATTN_OVERRIDES, AttentionBackendEnum.CUSTOM
+    monkeypatch.setattr(current_platform, "get_attn_backend_cls", lambda asked, *_, **__: str(asked), raising=False)
+    try:
+        custom.clear_override()
+        if is_late:
+            plugin.register()
+        overrides[custom] = "another.Plugin"
+        plugin.register()
+        found = current_platform.get_attn_backend_cls
+        assert found(custom, "dense") == str(custom) and found(None, "dense") == "None" and not warnings
+        monkeypatch.setenv("DUALKV_VLLM", "1")
+        for _ in range(2):
+            assert found(None, "dense") == "None"
+        assert len(warnings) == 1 and "DUALKV_VLLM=1 has no effect" in warnings[0]
+        assert "another.Plugin" in warnings[0] and "VLLM_PLUGINS=flash_attn_dualkv" in warnings[0]
     finally:
         custom.clear_override()
 
@@ -342,21 +373,36 @@ def test_drafts_of_the_second_runner() -> None:
             assert reason is None or "VLLM_USE_V2_MODEL_RUNNER=0" in reason
 
 
-def test_what_kernels_lack(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that no plan can be made for stay vLLM's own, from the first step on, and the log says why."""
-    said: list[tuple[str, ...]] = []
+def test_what_kernels_lack(calls: Calls, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that no plan can be made for stay vLLM's own, from the first step on, and every engine's log says why."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("head_dim: expected one of (64, 128, 256), got 80")
 
     monkeypatch.setattr(sharing, "SharedPrefixPlan", refuse)
-    monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(log.logger, "warning", lambda *message: said.append(message))
-    layer = Layer()
-    builder = steps.builder(layer)
-    for _ in range(2):
-        run(layer, builder, DECODING)
-    assert calls.rows == [6, 6] and len(said) == 1 and "head_dim" in said[0][1]
+    for engine in range(2):
+        layer, made = Layer(), steps.config()
+        for _ in range(2):  # of its block tables
+            builder = steps.builder(layer, made)
+            for _ in range(2):
+                run(layer, builder, DECODING)
+        assert calls.rows == [6] * 4 * (engine + 1)
+        assert len(warnings) == engine + 1 and "head_dim" in warnings[engine]
+
+
+def test_a_draft_of_other_heads(calls: Calls, warnings: list[str]) -> None:
+    """Layers with the target's block table and other heads run on vLLM's own attention, and the target's do not."""
+    target, draft, made = Layer(), Layer(num_heads=8, num_queries_per_kv=4), steps.config()
+    layers = {"target.0": target, "target.1": Layer(), "draft": draft}
+    builder = steps.builder(target, made, layers)
+    run(target, builder, [*DECODING, *PREFILL])
+    assert calls.rows == [42]
+    metadata = builder.build(0, steps.metadata([*DECODING, *PREFILL]))
+    steps.fill(draft, [*DECODING, *PREFILL])
+    q, kv = (torch.zeros(48, heads, steps.HEAD_DIM, dtype=steps.DTYPE) for heads in (8, steps.KV_HEADS))
+    draft.impl.forward(draft, q, kv, kv, draft.kv_cache, metadata, torch.empty_like(q))
+    assert calls.rows == [42, 48]
+    assert len(warnings) == 1 and "1 layers run on vLLM's own attention: other sizes than 2" in warnings[0]
 
 
 def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,9 +500,8 @@ def test_drafts_are_vllms_own(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> 
     assert draft._sharing.statistics.stock == {"a draft model": 3}
 
 
-def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM finds the backend invalid, its own choice serves, and the log says why."""
-    said: list[tuple[str, ...]] = []
+def test_selection(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM finds the backend invalid, its own choice serves, and every engine's log says why."""
 
     def choose(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         if selected_backend is AttentionBackendEnum.CUSTOM and attn_selector_config == "mla":
@@ -467,15 +512,15 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
 
     platform = current_platform
     monkeypatch.setattr(platform, "get_attn_backend_cls", choose, raising=False)
-    monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(log.logger, "warning", lambda *message: said.append(message))
     plugin.register()
     try:
         custom, found = AttentionBackendEnum.CUSTOM, platform.get_attn_backend_cls
         assert found(custom, attn_selector_config="dense", num_heads=2) == str(custom)
         assert found(None, "dense") == "None"
         assert found(custom, "mla") == found(custom, "mla") == "None"
-        assert len(said) == 1 and "MLA not supported" in said[0][1]
+        assert len(warnings) == 1 and "MLA not supported" in warnings[0]
+        monkeypatch.setattr(vllm.config.vllm, "_current_vllm_config", SimpleNamespace())  # another engine's
+        assert found(custom, "mla") == found(custom, "mla") == "None" and len(warnings) == 2
         with pytest.raises(SharedPromptUnsupportedError):
             found(custom, "version")
         monkeypatch.setenv("DUALKV_VLLM", "1")

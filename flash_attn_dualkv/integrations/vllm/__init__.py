@@ -36,8 +36,7 @@ def register() -> None:
     custom = registry.AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
         registry.register_backend(custom, f"{__name__}.SharedPrefixBackend")
-    if custom.get_path().startswith(__name__):
-        install_selection(custom)
+    install_selection(custom)
 
 
 def __getattr__(name: str) -> Any:

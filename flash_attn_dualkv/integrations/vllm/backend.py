@@ -7,6 +7,7 @@ Cache layout, writes to the cache, prompts and all that decoding here lacks are 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from ...decode.attention import shared_prefix_decode
 from ...decode.calls import MOST_REQUESTS
 from . import prompts
 from .settings import read_settings
-from .sharing import Geometry, Shared, Sharing
+from .sharing import Geometry, Shared, Sharing, sizes_of
 from .versions import installed
 
 _VERSION = installed()
@@ -64,17 +65,20 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         context = vllm_config.compilation_config.static_forward_context
         layers = {name: context[name] for name in layer_names}
         scheduler = vllm_config.scheduler_config
-        first = next(iter(layers.values())).impl
+        # The head of a draft model may have other heads than the target, and the same block table.
+        (sizes, count), *others = Counter(sizes_of(one.impl) for one in layers.values()).most_common()
         geometry = Geometry(
-            first.num_heads, first.num_kv_heads, first.head_size, self.reorder_batch_threshold,
-            scheduler.max_num_seqs, scheduler.max_num_batched_tokens,
-        )  # fmt: skip
+            *sizes, self.reorder_batch_threshold, scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        )
         settings = read_settings(vllm_config.additional_config, envs.VLLM_BATCH_INVARIANT)
-        self._sharing = Sharing(layers, geometry, settings, device)
+        self._sharing = Sharing(vllm_config, layers, geometry, settings, device)
         self._is_drafting = self._is_capturing = False
         reason = why_stock(vllm_config, layers)
         if reason is not None:
             self.refuse(reason)
+        elif others:
+            reason = f"other sizes than {count} with their block table, of (heads, KV heads, head dim) {sizes}"
+            self._sharing.say(f"{len(layers) - count} layers", reason)
 
     def refuse(self, reason: str) -> None:
         """Leave all steps to vLLM's own attention from now on."""
@@ -150,7 +154,7 @@ class SharedPrefixImpl(FlashAttentionImpl):
     ) -> Tensor:  # fmt: skip
         shared: Shared | None = getattr(attn_metadata, _SHARED, None)
         scales = output_scale, output_block_scale
-        if shared is None or scales != (None, None):
+        if shared is None or scales != (None, None) or not shared.serves(self):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         k, v = _VERSION.keys_and_values(kv_cache, self.head_size)
         tokens = shared.tokens
@@ -180,16 +184,13 @@ def why_stock(vllm_config: Any, layers: dict[str, Any]) -> str | None:
     if _VERSION.keeps_captures and vllm_config.use_v2_model_runner:
         reason = "a draft model in vLLM's second model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the first one)"
         found.append((reason, vllm_config.speculative_config is not None))
-    sizes = set()
     for layer in layers.values():
         impl, dtype = layer.impl, layer.kv_cache_torch_dtype
         if not isinstance(impl, SharedPrefixImpl):
             return f"layers with {type(impl).__name__}"
-        sizes.add((impl.num_heads, impl.num_kv_heads, impl.head_size))
         found += [
             (f"attention of the type {impl.attn_type}", impl.attn_type != AttentionType.DECODER),
             ("ALiBi", impl.alibi_slopes is not None),
             (f"a cache of {impl.kv_cache_dtype} ({dtype})", dtype not in CUDA_DTYPES),
         ]
-    found.append(("layers of several shapes with one block table", len(sizes) > 1))
     return next((reason for reason, holds in found if holds), None)

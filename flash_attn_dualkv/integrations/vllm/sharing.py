@@ -35,6 +35,16 @@ class Shared(NamedTuple):
     tokens: int
     behind: int
 
+    def serves(self, impl: Any) -> bool:
+        """Whether a layer has the sizes of the plan."""
+        limits = self.plan.limits
+        return sizes_of(impl) == (limits.num_heads, limits.num_kv_heads, limits.head_dim)
+
+
+def sizes_of(impl: Any) -> tuple[int, int, int]:
+    """Heads, KV heads and head dim of vLLM's implementation of a layer."""
+    return impl.num_heads, impl.num_kv_heads, impl.head_size
+
 
 class Geometry(NamedTuple):
     """What is fixed for a builder's layers.
@@ -54,14 +64,17 @@ class Sharing:
     """Plans of a builder's steps.
 
     Args:
+        engine: vLLM's configuration.
         layers: the layers, by name: vLLM's, whose `kv_cache` is there when the first step comes.
         geometry: their sizes.
         settings: the engine's.
         device: where steps run.
     """
 
-    def __init__(self, layers: dict[str, Any], geometry: Geometry, settings: Settings, device: torch.device) -> None:
-        self.geometry, self.settings, self.device = geometry, settings, device
+    def __init__(
+        self, engine: Any, layers: dict[str, Any], geometry: Geometry, settings: Settings, device: torch.device
+    ) -> None:  # fmt: skip
+        self._engine, self.geometry, self.settings, self.device = engine, geometry, settings, device
         reads_all = any(one.impl.sliding_window[0] < 0 for one in layers.values())  # windows are read for each request
         # Windows are never divided: the states of divided walks would be memory that nothing uses.
         self._walks = settings.walks if reads_all else "trainer"
@@ -144,7 +157,11 @@ class Sharing:
     def refuse(self, reason: str) -> None:
         """Leave these layers to vLLM's own attention from now on, and say so once."""
         self.lacking = reason
-        say_once(f"{self._whose} run on vLLM's own attention: {reason}")
+        self.say(self._whose, reason)
+
+    def say(self, whose: str, reason: str) -> None:
+        """Say once in an engine why layers are not served."""
+        say_once(f"{whose} run on vLLM's own attention: {reason}", self._engine)
 
     def _cut(self, requests: int) -> Tensor:
         """Where training cuts each request, on the device. It is written when it changes."""
