@@ -17,7 +17,7 @@
 
 namespace dualkv {
 
-constexpr int kMostLevels = 256;  // of a forest; requests of a deeper one share nothing
+constexpr int kMostLevels = 256;  // of a tree; requests of a deeper one are several trees
 
 // Arrays of `requests` numbers. Branches count from 1 on; 0 is none.
 struct Forest {
@@ -89,8 +89,8 @@ __device__ inline bool load_requests(const DecodePlanArgs& a, Forest& f) {
 
 // Finds the whole tiles that each request shares with the one that it follows, and climbs to the
 // nearest ancestor that shares fewer tiles with its own parent: what a request shares with its
-// parent, and the parent with the grandparent, the request shares with the grandparent. Then sums
-// the queries below each request.
+// parent, and the parent with the grandparent, the request shares with the grandparent. Every
+// kMostLevels-th request below a root becomes one. Then sums the queries below each request.
 __device__ inline void climb(const DecodePlanArgs& a, Forest& f) {
   int* const follows = f.before;  // which is not in use yet
   for_each(f.requests, [&](int i) {
@@ -106,16 +106,22 @@ __device__ inline void climb(const DecodePlanArgs& a, Forest& f) {
     f.parents[i] = parent;
   });
   __syncthreads();
-  bool is_too_deep = false;
+  int* const levels = f.before;
+  bool is_deep = false;
   for_each(f.requests, [&](int i) {
-    int above = f.parents[i];
-    for (int level = 0; above >= 0 && level < kMostLevels; ++level, above = f.parents[above]) {
-      atomicAdd(&f.subtree[above], f.queries[i]);
-    }
-    is_too_deep |= above >= 0;
+    int level = 0;
+    for (int above = f.parents[i]; above >= 0; above = f.parents[above]) ++level;
+    levels[i] = level, is_deep |= level >= kMostLevels;
   });
-  if (!__syncthreads_or(is_too_deep)) return;
-  for_each(f.requests, [&](int i) { f.parents[i] = -1, f.tiles[i] = 0, f.subtree[i] = f.queries[i]; });
+  if (__syncthreads_or(is_deep)) {
+    for_each(f.requests, [&](int i) {
+      if (levels[i] % kMostLevels == 0) f.parents[i] = -1, f.tiles[i] = 0;
+    });
+    __syncthreads();
+  }
+  for_each(f.requests, [&](int i) {
+    for (int above = f.parents[i]; above >= 0; above = f.parents[above]) atomicAdd(&f.subtree[above], f.queries[i]);
+  });
   __syncthreads();
 }
 

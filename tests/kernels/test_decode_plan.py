@@ -149,16 +149,17 @@ def chain(count: int, page_size: int) -> Requests:
     return Requests(table, [page_size * len(pages) for pages in table], page_size, 2 * count)
 
 
-@pytest.mark.parametrize(("count", "heads", "fits"), [(60, 4, True), (200, 4, False), (250, 1, True), (300, 1, False)])
+@pytest.mark.parametrize(("count", "heads", "fits"), [(60, 4, True), (200, 4, False), (250, 1, True), (300, 1, True)])
 @splits
 def test_deep_forests(count: int, heads: int, fits: bool, split: int) -> None:
-    """Where the items of all branches have no room, or the forest is too deep, nothing is shared."""
+    """Where the items of all branches have no room nothing is shared; every 256th level begins a tree of its own."""
     requests = chain(count, 128)
     limits = limits_for(requests, (heads, 1), 64, split_keys=128 * split)
     found = Plan(limits, count + 1).update(requests)
-    check_lists(requests, found, heads, split)
-    assert any(item.q_pos == BRANCH for item in found.shared) == (fits or (split > 0 and count < 256))
+    walks = check_lists(requests, found, heads, split)
+    assert any(item.q_pos == BRANCH for item in found.shared) == (fits or split > 0)
     assert fits or split or found.shared == found.alone
+    assert not fits or max(map(len, walks.readers.values())) == 1 + count // 256
 
 
 def test_a_long_chain_of_parents_is_flat() -> None:
