@@ -105,6 +105,12 @@ class SharedPrefixPlan:
         self._step: Step | None = None
         self.seen: contents.Seen | None = None  # the step's contents, where they are checked
 
+    def reset(self) -> None:
+        """Begin anew, after the memory has lost its contents: in an engine that has slept, say."""
+        self._step = self.seen = None
+        if self._memory is not None:
+            self._memory.zero_()
+
     def update(
         self, block_table: Tensor, seqlens: Tensor, *, cu_seqlens_q: Tensor | None = None,
         boundaries: Tensor | None = None, num_queries: int | None = None, parents: Tensor | None = None,

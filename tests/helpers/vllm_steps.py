@@ -77,7 +77,9 @@ def config(threshold: int = 1, **changes: Any) -> Any:
             decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False,
             cp_kv_cache_interleave_size=1,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=PAGE, kv_sharing_fast_prefill=False),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", block_size=PAGE, kv_sharing_fast_prefill=False, num_gpu_blocks=PAGES,
+        ),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True), max_cudagraph_capture_size=8,
             static_forward_context={},
@@ -202,6 +204,20 @@ def flash_attention(calls: Calls) -> Any:
         return out
 
     return flash_attn_varlen_func
+
+
+def sleeping_worker(monkeypatch: Any, gpu_worker: Any) -> Any:
+    """As much of vLLM's worker as its method `wake_up` reads, above an allocator that does nothing."""
+    allocator = SimpleNamespace(wake_up=lambda tags: None)
+    backend = SimpleNamespace(resume=lambda tags: None)
+    monkeypatch.setattr(gpu_worker, "get_mem_allocator_instance", lambda: allocator)
+    return SimpleNamespace(
+        _sleep_saved_buffers={}, _sleep_saved_parameters={}, _sleep_saved_draft_buffers={},
+        _sleep_rebuild_draft_metadata_buffers=False, _get_sleep_mode_backend=lambda: backend,
+        sleep_mode_backend=backend, synchronize_device=lambda: None,
+        model_runner=SimpleNamespace(post_kv_cache_wake_up=lambda: None),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+    )  # fmt: skip
 
 
 def parameters(function: Any) -> list[str]:

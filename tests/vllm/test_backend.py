@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import logging
 import math
@@ -19,12 +20,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed: .ci/run puts its Pyth
 
 import vllm.config.vllm
 import vllm_steps as steps
+from launches import DEVICE
 from vllm.model_executor.layers import layernorm
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import flash_attn, utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.worker import gpu_input_batch, gpu_model_runner
+from vllm.v1.worker import gpu_input_batch, gpu_model_runner, gpu_worker
 from vllm.v1.worker.gpu import input_batch, model_runner, states
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -33,6 +35,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_steps import Calls, Layer, Request
 
 import flash_attn_dualkv.integrations.vllm as plugin
+from flash_attn_dualkv.decode import plan as plan_module
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations.replacing import stock_of
 from flash_attn_dualkv.integrations.vllm import backend, log, prompts, selection, sharing, versions
@@ -181,6 +184,8 @@ def test_what_versions_differ_in() -> None:
     assert found.packs_halves == (len(steps.cache_shape()) == 4) and found.has_rswa == steps.HAS_RSWA
     assert found.keeps_captures == ("attn_states" in steps.parameters(speculator.DraftModelSpeculator.capture))
     assert found.keeps_captures == (found is versions.SUPPORTED["0.24"])
+    module, owner, method = found.wakes_by
+    assert steps.parameters(getattr(getattr(importlib.import_module(module), owner), method)) == ["self", "tags"]
     cache = torch.arange(math.prod(steps.cache_shape())).view(steps.cache_shape())
     k, v = found.keys_and_values(cache, steps.HEAD_DIM)
     assert k.shape == v.shape == (steps.PAGES, steps.PAGE, steps.KV_HEADS, steps.HEAD_DIM)
@@ -276,6 +281,70 @@ def test_memory_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "SharedPrefixPlan", none_left)
     with pytest.raises(torch.OutOfMemoryError, match=r"^1 layers: .* 580 MiB\. In vLLM lower max_num_seqs, .* gpu_mem"):
         run(layer := Layer(), steps.builder(layer), DECODING)
+
+
+def test_tables_of_any_width(calls: Calls, warnings: list[str]) -> None:
+    """Plans have room for max_model_len: a table that is wider than the first step's, or than that, changes nothing."""
+    builder = steps.builder(layer := Layer())
+    wide = steps.metadata(DECODING).block_table_tensor
+    for columns in (8, 12, 200):
+        table = torch.cat([wide, torch.full((len(wide), 200), -7, dtype=torch.int32)], 1)[:, :columns]
+        run(layer, builder, DECODING, block_table_tensor=table)
+    assert not calls.rows and not warnings
+    # vLLM has no longer ones. Where graphs hold the plan they would replay that of another step.
+    captured = steps.builder(layer)
+    captured.build_for_cudagraph_capture(steps.metadata(DECODING))
+    for _ in range(2):
+        run(layer, builder, DECODING, max_seq_len=1200)
+    assert (
+        calls.rows == [6, 6] and len(warnings) == 1 and "requests of 1200 keys, more than max_model_len" in warnings[0]
+    )
+    with pytest.raises(
+        SharedPromptError, match=r"^max_seq_len: expected at most 1040 keys \(max_model_len\), got 1200"
+    ):
+        captured.build(0, steps.metadata(DECODING, max_seq_len=1200))
+
+
+def test_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan lies where vLLM makes the cache, and survives that its memory is given up and comes back as garbage.
+
+    With DUALKV_TEST_DEVICE=host kernels read that memory.
+    """
+    if DEVICE == "cuda":
+        monkeypatch.setattr(plan_module, "make_memory", lambda *_: torch.zeros(4096, dtype=torch.uint8))
+    monkeypatch.setattr(gpu_worker.Worker, "wake_up", stock_of(gpu_worker.Worker.wake_up))
+    layer = Layer()
+    cache, layer.kv_cache = layer.kv_cache, torch.empty(0)  # not made yet
+    builder = steps.builder(layer)
+    plan = builder._sharing._plan
+    memory, cuts = plan._memory, builder._sharing._cuts
+    layer.kv_cache = cache
+
+    def two_steps() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [run(layer, builder, some) for some in (DECODING, DECODING[::-1])]
+
+    before = two_steps()
+    for tags in (["weights"], ["kv_cache"]):  # as verl wakes it, by the worker's own method
+        memory.fill_(0xFF), cuts.fill_(7), layer.kv_cache.fill_(torch.nan)
+        gpu_worker.Worker.wake_up(steps.sleeping_worker(monkeypatch, gpu_worker), tags=tags)
+    for seen, expected in zip(two_steps(), before, strict=True):
+        assert torch.equal(seen, expected)
+    assert builder._sharing._plan is plan and plan._memory is memory, "graphs hold the addresses"
+    assert (memory == 0xFF).sum() < len(memory) // 2
+    assert plan.step.boundaries.tolist() == [one.prompt - 1 for one in DECODING[::-1]]
+    assert plan.step.boundaries.data_ptr() == cuts.data_ptr()
+
+
+def test_a_cache_of_other_pages(calls: Calls) -> None:
+    """The first step knows the pages: a plan that was made for others, or for none yet, is made anew."""
+    for pages in (None, steps.PAGES + 1):
+        layer, made = Layer(), steps.config(cache__num_gpu_blocks=pages)
+        builder = steps.builder(layer, made)
+        assert (builder._sharing._plan is None) == (pages is None)
+        run(layer, builder, DECODING)
+        assert builder._sharing._plan.limits.num_pages == steps.PAGES
+    assert not calls.rows
 
 
 def test_sinks_and_softcap() -> None:

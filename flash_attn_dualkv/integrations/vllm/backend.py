@@ -67,8 +67,9 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         scheduler = vllm_config.scheduler_config
         # The head of a draft model may have other heads than the target, and the same block table.
         (sizes, count), *others = Counter(sizes_of(one.impl) for one in layers.values()).most_common()
+        threshold, max_keys = self.reorder_batch_threshold, vllm_config.model_config.max_model_len
         geometry = Geometry(
-            *sizes, self.reorder_batch_threshold, scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+            *sizes, threshold, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_keys + threshold
         )
         settings = read_settings(vllm_config.additional_config, envs.VLLM_BATCH_INVARIANT)
         self._sharing = Sharing(vllm_config, layers, geometry, settings, device)
@@ -76,9 +77,13 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         reason = why_stock(vllm_config, layers)
         if reason is not None:
             self.refuse(reason)
-        elif others:
+            return
+        if others:
             reason = f"other sizes than {count} with their block table, of (heads, KV heads, head dim) {sizes}"
             self._sharing.say(f"{len(layers) - count} layers", reason)
+        pages = vllm_config.cache_config.num_gpu_blocks
+        if pages is not None:  # unknown while vLLM measures how many there may be
+            self._sharing.prepare(pages, kv_cache_spec.block_size)
 
     def refuse(self, reason: str) -> None:
         """Leave all steps to vLLM's own attention from now on."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What vLLM's model runners know and do not tell attention backends: prompts' lengths, and drafts.
+"""What vLLM's workers know and do not tell attention backends: prompts' lengths, drafts, and that they have slept.
 
 The metadata of a step that vLLM hands to attention backends has no lengths of prompts; its runners
 do, in the order of the step's requests, after preemption and reordering, and where steps are
 scheduled ahead. Both runners are listened to when they make a step's metadata. Which builders are a
-draft model's is known where the second runner's speculators make them.
+draft model's is known where the second runner's speculators make them, and that an engine has slept
+where its worker wakes up.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..replacing import replace_once
+from .versions import installed
 
 
 class Noted(NamedTuple):
@@ -24,11 +26,17 @@ class Noted(NamedTuple):
 
 
 _newest: Noted | None = None
+_wakes = 0
 
 
 def newest() -> Noted | None:
     """The last step's; None before the first, or where an unknown runner makes the steps."""
     return _newest
+
+
+def wakes() -> int:
+    """How often workers of this process have woken up: whoever sees another number has lost its memory's contents."""
+    return _wakes
 
 
 def note(lengths: Any) -> None:
@@ -66,6 +74,16 @@ def _of_speculators(stock: Callable[..., Any]) -> Callable[..., Any]:
     return set_attn
 
 
+def _of_workers(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def wake_up(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        global _wakes
+        woken = stock(worker, *args, **kwargs)
+        _wakes += 1
+        return woken
+
+    return wake_up
+
+
 # Seams of vLLM: module, class, method, and what makes the replacement.
 SEAMS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_build_attention_metadata", _of_first_runner),
@@ -76,6 +94,6 @@ SEAMS = (
 
 def install() -> None:
     """Listen to the runners of this process: to those that it has imported."""
-    for module, owner, method, make in SEAMS:
+    for module, owner, method, make in (*SEAMS, (*installed().wakes_by, _of_workers)):
         if module in sys.modules:
             replace_once(getattr(sys.modules[module], owner), method, make)

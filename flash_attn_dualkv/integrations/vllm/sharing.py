@@ -15,16 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...checks import explain
 from ...data.prefix_tree import SHIFTS
 from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
+from ...errors import SharedPromptError
 from . import prompts
 from .log import say_once
 from .settings import Settings
 from .statistics import Statistics
 from .versions import installed
 
-_NOWHERE = np.iinfo(np.int32).max  # a request that is not cut
+_NOWHERE, _UNKNOWN = np.iinfo(np.int32).max, -1  # where a request is cut that is not, or not known to be
 
 
 class Shared(NamedTuple):
@@ -50,6 +52,7 @@ class Geometry(NamedTuple):
     """What is fixed for a builder's layers.
 
     threshold: tokens of a request that decodes, at most.
+    max_keys: of a request.
     """
 
     num_heads: int
@@ -58,6 +61,7 @@ class Geometry(NamedTuple):
     threshold: int
     max_requests: int
     max_tokens: int
+    max_keys: int
 
 
 class Sharing:
@@ -81,12 +85,36 @@ class Sharing:
         self._whose = f"{len(layers)} layers"
         self.statistics = Statistics(settings.log_interval * reads_all, self._whose)
         self._layers = layers
-        # Made with the first step: memory that vLLM gives to builders loses its contents when an
-        # engine sleeps.
         self._plan: SharedPrefixPlan | None = None
+        self._is_ready = False  # whether the plan is known to be that of the layers' cache
+        self._is_captured = False
+        self._wakes = prompts.wakes()
         self._cuts = torch.empty(0, dtype=torch.int32, device=device)  # where requests are cut, which all steps read
         self._known = np.full(geometry.max_requests, _NOWHERE, dtype=np.int32)  # what it holds
         self.lacking: str | None = None  # why the kernels cannot serve these layers
+
+    def prepare(self, pages: int, page_size: int) -> None:
+        """Make the plan for a cache that vLLM is about to allocate.
+
+        It lies where vLLM makes the cache then, in memory that a sleeping engine gives back, and gets
+        again at the same addresses, which graphs hold, without its contents.
+        """
+        if page_size % PAGE_ROWS:
+            return self.refuse(f"pages of {page_size} tokens")
+        geometry, columns = self.geometry, -(-self.geometry.max_keys // page_size)
+        try:
+            with torch.inference_mode(False):  # tensors that can be written in any mode
+                self._plan = SharedPrefixPlan(
+                    geometry.max_requests, columns, num_pages=pages, max_queries=self._rows(), page_size=page_size,
+                    num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
+                    device=self.device, exact=self._walks,
+                )  # fmt: skip
+                self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
+        except NotImplementedError as error:
+            self.refuse(str(error))
+        except torch.OutOfMemoryError as error:
+            setting = "max_num_seqs, whose rows it has room for, or gpu_memory_utilization, which leaves room"
+            raise torch.OutOfMemoryError(f"{self._whose}: {error} In vLLM lower {setting}") from error
 
     def begin(self, common: Any, is_real: bool) -> Shared | None:
         """Plan a step of vLLM's CommonAttentionMetadata; None if all of it is vLLM's own.
@@ -103,11 +131,16 @@ class Sharing:
         if requests == 0:
             self.statistics.count_stock("prompts alone")
             return None
-        table, keys = common.block_table_tensor[:requests], common.seq_lens[:requests]
-        plan = self._made(table.shape[1])
+        plan = self._ready()
         if plan is None:
             return None
-        cuts = self._cut(requests)
+        if common.max_seq_len > plan.limits.max_keys:
+            self._refuse_long(common.max_seq_len, plan.limits.max_keys)
+            return None
+        self._is_captured |= not is_real
+        # vLLM's table may be wider than any request can be.
+        table = common.block_table_tensor[:requests, : plan.max_pages_per_request]
+        keys, cuts = common.seq_lens[:requests], self._cut(requests)
         plan.update(
             table, keys, cu_seqlens_q=common.query_start_loc[: requests + 1], boundaries=cuts, num_queries=tokens
         )
@@ -130,34 +163,36 @@ class Sharing:
         most = self.geometry.max_requests * self.geometry.threshold
         return max(most, self.geometry.max_tokens) if self.settings.decodes_prompts else most
 
-    def _made(self, columns: int) -> SharedPrefixPlan | None:
-        """The plan for block tables of so many columns; None if the kernels lack what it needs."""
-        if self._plan is None and self.lacking is None:
-            geometry = self.geometry
+    def _ready(self) -> SharedPrefixPlan | None:
+        """The plan for the layers' cache; None if the kernels lack what it needs."""
+        if not self._is_ready and self.lacking is None:
             cache = next(iter(self._layers.values())).kv_cache
-            pages, page_size, _, _ = installed().keys_and_values(cache, geometry.head_dim)[0].shape
-            if page_size % PAGE_ROWS:
-                self.refuse(f"pages of {page_size} tokens")
-                return None
-            try:
-                self._plan = SharedPrefixPlan(
-                    geometry.max_requests, columns, num_pages=pages, max_queries=self._rows(), page_size=page_size,
-                    num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
-                    device=self.device, exact=self._walks,
-                )  # fmt: skip
-                with torch.inference_mode(False):  # a tensor that can be written in any mode
-                    self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
-            except NotImplementedError as error:
-                self.refuse(str(error))
-            except torch.OutOfMemoryError as error:
-                setting = "max_num_seqs, whose rows it has room for, or gpu_memory_utilization, which leaves room"
-                raise torch.OutOfMemoryError(f"{self._whose}: {error} In vLLM lower {setting}") from error
+            pages, page_size, _, _ = installed().keys_and_values(cache, self.geometry.head_dim)[0].shape
+            made_for = None if self._plan is None else (self._plan.limits.num_pages, self._plan.limits.page_size)
+            if made_for != (pages, page_size):
+                self.prepare(pages, page_size)
+            self._is_ready = True
+        if self._wakes != prompts.wakes():
+            self._wakes = prompts.wakes()
+            self._known.fill(_UNKNOWN)
+            if self._plan is not None:
+                self._plan.reset()
         return self._plan
 
     def refuse(self, reason: str) -> None:
         """Leave these layers to vLLM's own attention from now on, and say so once."""
-        self.lacking = reason
+        self.lacking, self._plan = reason, None
         self.say(self._whose, reason)
+
+    def _refuse_long(self, keys: int, most: int) -> None:
+        """Leave layers to vLLM from a step on whose requests are longer than any that vLLM allows, for which plans are.
+
+        Raises:
+            SharedPromptError: graphs hold the plan, and would replay that of another step.
+        """
+        if self._is_captured:
+            raise SharedPromptError(explain("max_seq_len", f"at most {most} keys (max_model_len)", keys))
+        self.refuse(f"requests of {keys} keys, more than max_model_len")
 
     def say(self, whose: str, reason: str) -> None:
         """Say once in an engine why layers are not served."""

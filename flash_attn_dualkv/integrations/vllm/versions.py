@@ -20,11 +20,14 @@ class Version(NamedTuple):
     has_rswa: whether models may have reference sliding windows.
     keeps_captures: whether the second model runner captures a draft model with metadata of steps
         that it has captured before. A plan is then another step's.
+    wakes_by: module, class and method by which a worker takes back the memory that an engine which
+        sleeps has given up: with other contents, at the same addresses.
     """
 
     packs_halves: bool = True
     has_rswa: bool = True
     keeps_captures: bool = False
+    wakes_by: tuple[str, str, str] = ("vllm.v1.worker.gpu_worker", "Worker", "wake_up")
 
     def keys_and_values(self, cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer's cache, views of (pages, rows, heads, head_dim)."""
