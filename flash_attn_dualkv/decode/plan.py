@@ -114,7 +114,7 @@ class SharedPrefixPlan:
     def update(
         self, block_table: Tensor, seqlens: Tensor, *, cu_seqlens_q: Tensor | None = None,
         boundaries: Tensor | None = None, num_queries: int | None = None, parents: Tensor | None = None,
-        shared_pages: Tensor | None = None,
+        shared_pages: Tensor | None = None, max_seqlen: int | None = None,
     ) -> SharedPrefixPlan:  # fmt: skip
         """Plan a step. Requests are found to share what lies in the same pages at the same columns.
 
@@ -140,6 +140,8 @@ class SharedPrefixPlan:
                 the request's, too. The most is shared if it is the earlier request with most pages
                 in common, of those that have a query; pages that are not said to be shared are read
                 for each request.
+            max_seqlen: at least the keys of the step's longest request, where the host knows: the
+                search looks at no more columns of a wide table. It changes no result.
 
         Returns:
             The plan itself.
@@ -156,7 +158,12 @@ class SharedPrefixPlan:
         given = (block_table, seqlens, cu_seqlens_q, boundaries, parents, shared_pages)
         step = Step(*given, self._memory, num_queries, self.limits)
         check_step(step, self.device, self.max_pages_per_request)
-        make_plan(step)
+        columns = block_table.shape[1]
+        if max_seqlen is not None:
+            pages = -(-checks.integer("max_seqlen", max_seqlen, 0, MOST_KEYS) // self.limits.page_size)
+            columns = max(min(columns, pages), 1)
+        # Layers, which CUDA graphs may hold, have the whole table.
+        make_plan(step._replace(block_table=block_table[:, :columns]))
         if contents.are_checked(block_table):
             self.seen = contents.Seen(step)
         self._step = step

@@ -135,6 +135,9 @@ UPDATE_ROWS: list[Row] = [
     ("above max_queries", replace_by("num_queries", 7), ValueError, "num_queries", "7"),
     ("negative", replace_by("num_queries", -1), ValueError, "num_queries", "-1"),
     ("tensor", replace_by("num_queries", torch.tensor(3)), TypeError, "num_queries", "a tensor"),
+    ("negative", replace_by("max_seqlen", -1), ValueError, "max_seqlen", "-1"),
+    ("huge", replace_by("max_seqlen", 2**26), ValueError, "max_seqlen", str(2**26)),
+    ("tensor", replace_by("max_seqlen", torch.tensor(3)), TypeError, "max_seqlen", "a tensor"),
     (
         "not one each",
         lambda _: {"cu_seqlens_q": None, "num_queries": 3},

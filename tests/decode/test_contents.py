@@ -86,6 +86,14 @@ def test_new_keys_behind_those_of_the_plan(lengths: tuple[int, ...], monkeypatch
     engine.decode()
 
 
+def test_a_bound_that_a_request_exceeds() -> None:
+    engine = Engine()
+    engine.plan.update(engine.table, engine.lengths, max_seqlen=31)
+    assert engine.plan.step.block_table.shape[1] == 3
+    with pytest.raises(ValueError, match=r"^seqlens\[0\]: expected 0 to 16 keys \(1 pages of 16\), got 20"):
+        engine.plan.update(engine.table, engine.lengths, max_seqlen=16)
+
+
 def test_rows_that_may_be_another_request() -> None:
     """Entries behind a request's keys mean nothing: what others write there is no sign."""
     engine = Engine()

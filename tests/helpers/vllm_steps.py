@@ -146,7 +146,7 @@ def metadata(requests: list[Request], padded: int | None = None, **changes: Any)
     tokens = count if padded else int(offsets[-1])
     values = {
         "query_start_loc": ints(offsets), "query_start_loc_cpu": ints(offsets), "seq_lens": keys,
-        "num_reqs": count, "num_actual_tokens": tokens, "max_query_len": max(queries), "max_seq_len": 1024,
+        "num_reqs": count, "num_actual_tokens": tokens, "max_query_len": max(queries), "max_seq_len": int(keys.max()),
         "block_table_tensor": table, "slot_mapping": torch.zeros(tokens, dtype=torch.int64), "causal": True,
         "seq_lens_cpu_upper_bound": keys, "is_prefilling": torch.zeros(count, dtype=torch.bool),
         "positions": torch.zeros(tokens, dtype=torch.int64),

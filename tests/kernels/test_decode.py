@@ -260,6 +260,19 @@ def test_windows_are_never_divided(case: tuple[Any, ...], kernels: str) -> None:
 
 
 @modes
+def test_columns_behind_the_longest_request(exact: str, kernels: str) -> None:
+    """A plan that looks at no more columns than its longest request has is that of the whole table."""
+    step, cuts = random_step(CASES[0], 46)
+    columns = torch.full((len(step.seqlens), 300), int(step.block_table[0, 0]), dtype=torch.int32, device=DEVICE)
+    step = replace(step, block_table=torch.cat([step.block_table, columns], 1))
+    (out, lse), (bounded, bounded_lse) = (
+        decode(step, {}, exact=exact, boundaries=cuts, max_seqlen=most) for most in (None, max(step.seqlens))
+    )
+    oracle.assert_bits_equal("out", bounded, out)
+    oracle.assert_bits_equal("lse", bounded_lse, lse)
+
+
+@modes
 @cases
 def test_results_repeat_bit_for_bit(case: tuple[Any, ...], exact: str, kernels: str) -> None:
     """States are handed over in one order, whichever blocks are early: of one plan, launch after launch."""

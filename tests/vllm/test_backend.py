@@ -184,6 +184,12 @@ def test_what_versions_differ_in() -> None:
     assert found.packs_halves == (len(steps.cache_shape()) == 4) and found.has_rswa == steps.HAS_RSWA
     assert found.keeps_captures == ("attn_states" in steps.parameters(speculator.DraftModelSpeculator.capture))
     assert found.keeps_captures == (found is versions.SUPPORTED["0.24"])
+    # Builders make plans where vLLM makes the cache, once it knows how many pages there are.
+    source = inspect.getsource(gpu_worker.Worker.initialize_from_config)
+    order = ("num_gpu_blocks = ", "_maybe_get_memory_pool_context(", "model_runner.initialize_kv_cache(")
+    assert [*order] == sorted(order, key=source.index)
+    assert "initialize_metadata_builders(" in inspect.getsource(gpu_model_runner.GPUModelRunner.initialize_kv_cache)
+    assert " init_attn_backend(" in inspect.getsource(model_runner.GPUModelRunner.initialize_kv_cache)
     module, owner, method = found.wakes_by
     assert steps.parameters(getattr(getattr(importlib.import_module(module), owner), method)) == ["self", "tags"]
     cache = torch.arange(math.prod(steps.cache_shape())).view(steps.cache_shape())
@@ -303,6 +309,23 @@ def test_tables_of_any_width(calls: Calls, warnings: list[str]) -> None:
         SharedPromptError, match=r"^max_seq_len: expected at most 1040 keys \(max_model_len\), got 1200"
     ):
         captured.build(0, steps.metadata(DECODING, max_seq_len=1200))
+
+
+def test_plans_look_at_the_columns_of_the_longest_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's host knows a bound of it: a table for 1M keys costs a plan of short requests nothing."""
+    planned: list[int] = []
+    monkeypatch.setattr(plan_module, "make_plan", lambda step: planned.append(step.block_table.shape[1]))
+    builder = steps.builder(Layer())
+    for bound, columns in ((70, 5), (80, 5), (81, 6), (1024, steps.COLUMNS)):
+        metadata = builder.build(0, steps.metadata(DECODING, max_seq_len=bound))
+        assert planned[-1] == columns
+        step = getattr(metadata, backend._SHARED).plan.step
+        assert step.block_table.shape[1] == steps.COLUMNS, "graphs have the whole table"
+    # It is a bound of all requests, also where steps are scheduled ahead, and of a capture max_model_len.
+    first, second = gpu_model_runner.GPUModelRunner._build_attention_metadata, DefaultModelState.prepare_attn
+    for function, bound in ((first, "optimistic_seq_lens_cpu"), (second, "seq_lens_cpu_upper_bound[:num_reqs].max()")):
+        source = inspect.getsource(stock_of(function))
+        assert "max_seq_len = self.max_model_len" in source and bound in source
 
 
 def test_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

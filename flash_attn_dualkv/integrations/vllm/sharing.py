@@ -142,11 +142,13 @@ class Sharing:
         table = common.block_table_tensor[:requests, : plan.max_pages_per_request]
         keys, cuts = common.seq_lens[:requests], self._cut(requests)
         plan.update(
-            table, keys, cu_seqlens_q=common.query_start_loc[: requests + 1], boundaries=cuts, num_queries=tokens
-        )
-        behind = common.num_reqs - requests
+            table, keys, cu_seqlens_q=common.query_start_loc[: requests + 1], boundaries=cuts, num_queries=tokens,
+            max_seqlen=common.max_seq_len,
+        )  # fmt: skip
+        behind, page_size = common.num_reqs - requests, plan.limits.page_size
         if is_real:
-            self.statistics.count_shared(table, keys, cuts, plan.limits.page_size, is_mixed=behind > 0)
+            used = table[:, : -(-common.max_seq_len // page_size)]
+            self.statistics.count_shared(used, keys, cuts, page_size, is_mixed=behind > 0)
         return Shared(plan, requests, tokens, behind)
 
     def _decoded(self, common: Any) -> tuple[int, int]:
