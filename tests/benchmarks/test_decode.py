@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import bench_decode
+import bench_plan
 import decode_report
 import pytest
+import torch
 from pages import ResultError
 
 
@@ -47,6 +49,22 @@ def test_names_of_results(arguments: list[str], file: str, tmp_path: Path, monke
     (found,) = tmp_path.iterdir()
     shapes = [row["shape"] for row in json.loads(found.read_text())["rows"]]
     assert found.name == f"{file}.json" and shapes == (arguments[1:] or list(bench_decode.SHAPES))
+
+
+def test_tables_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each prompt's requests the first pages are the same, and all others their own."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda one: one)
+    table, keys, pages = bench_plan.make_table(33, 1024)
+    shared = bench_plan.PROMPT // bench_plan.PAGE
+    used = [row[: -(-count // bench_plan.PAGE)] for row, count in zip(table.tolist(), keys.tolist())]
+    assert min(map(len, used)) > shared and len({tuple(row[:shared]) for row in used}) == 3
+    assert used[0][:shared] == used[15][:shared] != used[16][:shared]
+    own = [page for row in used for page in row[shared:]]
+    assert len({*own}) == len(own) and max(own) < pages and {*own}.isdisjoint(used[0][:shared])
+    assert bench_plan.keys_of("1M") == 1 << 20
+    for wrong in ("8K", "x", "100001"):
+        with pytest.raises(ValueError, match=wrong):
+            bench_plan.keys_of(wrong)
 
 
 def test_page(tmp_path: Path) -> None:
