@@ -68,6 +68,7 @@ class SharedPrefixPlan:
         limits: the sizes above.
         device: where its tensors are.
         exact: "trainer" or "split".
+        nbytes: of its memory on a GPU.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
@@ -102,6 +103,7 @@ class SharedPrefixPlan:
         checks.check_device("device", empty)
         self.device = empty.device
         self._memory = make_memory(self.limits, self.device)
+        self.nbytes = 0 if self._memory is None else self._memory.nbytes
         self._step: Step | None = None
         self.seen: contents.Seen | None = None  # the step's contents, where they are checked
 
@@ -158,12 +160,11 @@ class SharedPrefixPlan:
         given = (block_table, seqlens, cu_seqlens_q, boundaries, parents, shared_pages)
         step = Step(*given, self._memory, num_queries, self.limits)
         check_step(step, self.device, self.max_pages_per_request)
-        columns = block_table.shape[1]
-        if max_seqlen is not None:
+        searched = step
+        if max_seqlen is not None:  # layers, which CUDA graphs may hold, have the whole table
             pages = -(-checks.integer("max_seqlen", max_seqlen, 0, MOST_KEYS) // self.limits.page_size)
-            columns = max(min(columns, pages), 1)
-        # Layers, which CUDA graphs may hold, have the whole table.
-        make_plan(step._replace(block_table=block_table[:, :columns]))
+            searched = step._replace(block_table=block_table[:, : max(pages, 1)])
+        make_plan(searched)
         if contents.are_checked(block_table):
             self.seen = contents.Seen(step)
         self._step = step

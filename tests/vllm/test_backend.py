@@ -335,12 +335,16 @@ def test_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if DEVICE == "cuda":
         monkeypatch.setattr(plan_module, "make_memory", lambda *_: torch.zeros(4096, dtype=torch.uint8))
+    said: list[str] = []
+    monkeypatch.setattr(log.logger, "info", lambda message, *rest: said.append(message % rest))
     monkeypatch.setattr(gpu_worker.Worker, "wake_up", stock_of(gpu_worker.Worker.wake_up))
     layer = Layer()
     cache, layer.kv_cache = layer.kv_cache, torch.empty(0)  # not made yet
     builder = steps.builder(layer)
     plan = builder._sharing._plan
     memory, cuts = plan._memory, builder._sharing._cuts
+    size = f"{len(memory) // 10**6} MB"
+    assert len(said) == 1 and f"the plan of 1 layers takes {size} beside vLLM's cache" in said[0]
     layer.kv_cache = cache
 
     def two_steps() -> list[torch.Tensor]:

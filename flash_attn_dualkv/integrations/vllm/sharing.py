@@ -21,7 +21,7 @@ from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
 from ...errors import SharedPromptError
 from . import prompts
-from .log import say_once
+from .log import logger, say_once
 from .settings import Settings
 from .statistics import Statistics
 from .versions import installed
@@ -110,6 +110,8 @@ class Sharing:
                     device=self.device, exact=self._walks,
                 )  # fmt: skip
                 self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
+            text = "flash_attn_dualkv: the plan of %s takes %d MB beside vLLM's cache; a lower max_num_seqs takes less"
+            logger.info(text, self._whose, self._plan.nbytes // 10**6)
         except NotImplementedError as error:
             self.refuse(str(error))
         except torch.OutOfMemoryError as error:
