@@ -39,6 +39,19 @@ class Request:
     pages: list[int]
 
 
+PROMPT = [3, 9, 5]
+# Two groups of siblings and a request by itself, shuffled.
+DECODING = [
+    Request(60, 1, 50, [*PROMPT, 11]),
+    Request(20, 1, 18, [40, 41]),
+    Request(49, 1, 48, [*PROMPT, 12]),
+    Request(33, 1, 32, [20, 21, 22]),
+    Request(70, 1, 50, [*PROMPT, 13, 14]),
+    Request(40, 1, 32, [20, 21, 23]),
+]
+PREFILL = [Request(37, 37, 37, [50, 51, 52]), Request(64, 5, 70, [55, 56, 57, 58])]
+
+
 def cache_shape() -> tuple[int, ...]:
     """A layer's cache as vLLM makes it: K and V side by side in each row, or as halves of each page."""
     shape: Any = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)  # newer versions have one for all backends
@@ -184,6 +197,25 @@ def plain(
     if sinks is not None:
         scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)), -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : request.keys], v)
+
+
+def run(layer: Layer, builder: Any, requests: list[Request], padded: int | None = None, **changes: Any) -> Tensor:
+    """A step: output of its rows, each checked against plain attention."""
+    common = metadata(requests, padded, **changes)
+    fill(layer, requests)
+    q = torch.randn(common.num_actual_tokens, HEADS, HEAD_DIM).to(DTYPE)
+    kv = torch.zeros(common.num_actual_tokens, KV_HEADS, HEAD_DIM).to(DTYPE)
+    out = torch.full_like(q, torch.nan)
+    planned = builder.build(0, common)
+    assert layer.impl.forward(layer, q, kv, kv, layer.kv_cache, planned, out) is out
+    row, impl = 0, layer.impl
+    options = impl.scale, impl.sliding_window[0], impl.logits_soft_cap, impl.sinks
+    for one in requests:
+        expected = plain(q[row : row + one.queries], *halves(layer.kv_cache), one, *options)
+        torch.testing.assert_close(out[row : row + one.queries].double(), expected, atol=2e-2, rtol=2e-2)
+        row += one.queries
+    assert not out[row:].any() and not out.isnan().any()
+    return out
 
 
 def flash_attention(calls: Calls) -> Any:

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the plug-in says, and calls of vLLM's own attention, as fixtures of tests that need its code."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the plug-in says in vLLM's log."""
+    from flash_attn_dualkv.integrations.vllm import log, selection
+
+    found: list[str] = []
+    monkeypatch.setattr(selection, "_process", SimpleNamespace())
+    monkeypatch.setattr(log.logger, "warning", lambda message, *rest: found.append(message % rest))
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls of vLLM's own attention, which a plain one stands for."""
+    import vllm_steps
+    from vllm.v1.attention.backends import flash_attn
+
+    found = vllm_steps.Calls()
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", vllm_steps.flash_attention(found), raising=False)
+    return found
