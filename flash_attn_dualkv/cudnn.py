@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from . import checks, kernels, ops
 from .calls import Options
-from .errors import SharedPromptError
+from .errors import SharedPromptError, say_once
 from .host import untraced
 from .layout import SharedPromptLayout
 
@@ -188,16 +187,11 @@ def _attend_if_chosen(
     if missing is None:
         with torch.cuda.device(device):
             return attend(q, k, v, layout, options, sinks)
-    _say(f"attention runs on the kernels of this package: cuDNN Flex Attention lacks {missing}")
+    say_once(f"attention runs on the kernels of this package: cuDNN Flex Attention lacks {missing}")
     return None
 
 
 attend_if_chosen = untraced(_attend_if_chosen, "cuDNN's plan of a layout is made by the host, which waits for the GPU")
-
-
-@functools.cache
-def _say(text: str) -> None:
-    warnings.warn(f"flash_attn_dualkv: {text}", stacklevel=4)
 
 
 @functools.cache

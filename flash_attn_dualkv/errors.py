@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the shared-prompt functions raise."""
+"""What the shared-prompt functions raise, and what they say once."""
 
 from __future__ import annotations
+
+import warnings
+
+_said: set[str] = set()
 
 
 class SharedPromptError(ValueError):
@@ -18,3 +22,11 @@ class SharedPromptLayoutError(SharedPromptError):
 
 class SharedPromptUnsupportedError(SharedPromptError, NotImplementedError):
     """What cannot be computed with a shared prompt, such as a head dimension above 512."""
+
+
+def say_once(text: str, about: str | None = None) -> None:
+    """Warn of what may be a mistake, the first time that it comes up: a text, or any text about something."""
+    about = about or text
+    if about not in _said:
+        _said.add(about)
+        warnings.warn(f"flash_attn_dualkv: {text}", stacklevel=5)

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import check_count, explain
-from ..errors import SharedPromptError
-from ..host import take, untraced
+from ..errors import SharedPromptError, say_once
+from ..host import int64s, offsets_of, take, untraced
 from . import samples
 from .batch import PackedBatch, Tokens, pack_tokens
 from .images import ImageValues, images_of
-from .prefix_tree import Boundary, PrefixTree, Spans, checked_boundary
-from .samples import GroupIds, TokenIds, named
+from .prefix_tree import SHIFTS, Boundary, PrefixTree, Spans, checked_boundary
+from .samples import GroupIds, TokenIds, groups_of, named
 from .trie import build_tree
 
 # A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and
@@ -49,6 +49,7 @@ def pack_shared_prompts(
     group_ids: GroupIds | None = None,
     boundary: Boundary = "replicate",
     max_responses_per_group: int | None = None,
+    pad_token_id: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
     row_values: RowValues | None = None,
@@ -68,6 +69,8 @@ def pack_shared_prompts(
             response's rows score all of its tokens (context = prompt[:-1], decoded = prompt[-1:] + response). "gather"
             keeps the prompt whole (context = prompt, decoded = response); its last row scores every first token.
         max_responses_per_group: groups with more are split into several; None for no limit.
+        pad_token_id: refuse sequences that have this token, which would be padding. None where nothing is padded, or
+            where the token has a meaning too, such as the end of a response.
         pad_to_multiple_of: pad the row to a multiple of this; None for no padding.
         device: of the batch; None for that of the tokens.
         row_values: by name, what belongs to tokens, such as positions of several dimensions: B tensors of
@@ -92,6 +95,7 @@ def pack_shared_prompts(
     # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
     (fetched, bounds), ids = samples.fetch([tokens, samples.extremes(tokens)], group_ids, len(prompts))
     largest = samples.largest_token("prompts and responses", bounds)
+    samples.check_padding(pad_token_id, fetched, lengths, "prompts", "responses")
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
     of_samples, firsts = images_of(images, len(prompts))
     begins = [*accumulate(lengths, initial=0)][:-1:2]
@@ -122,19 +126,20 @@ def pack_padded(
 
     Args:
         input_ids: (B, S) integers.
-        attention_mask: (B, S) of 0 and 1 (or bool), 0 for padding.
-        prompt_length: the number of leading columns that hold the prompts, in each of which, and in the columns behind
-            them, the real tokens stand together on either side; or (B,) numbers of prompt tokens, for rows whose real
-            tokens stand together and begin with the prompt.
-        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values, images: as for
+        attention_mask: (B, S) of 0 and 1 in any type, 0 for padding.
+        prompt_length: an int n where the first n columns hold nothing but prompts and the others nothing but responses,
+            in each of which a row's tokens stand together, padded on either side. (B,) numbers of prompt tokens where a
+            row's tokens all stand together and begin with its prompt, as in padded whole sequences.
+        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values, images: of
             `pack_shared_prompts`.
-        row_values: as there, tensors of (..., B, S), padded like input_ids.
+        row_values: by name, what belongs to tokens, tensors of (..., B, S), padded like input_ids.
 
     Raises:
-        SharedPromptError: as there; a mask with holes.
+        SharedPromptError: an empty prompt, a mask with holes, negative tokens, samples of one group id with different
+            prompts, or an argument that is not as described.
     """
     input_ids = checks.integers("input_ids", input_ids, 2)
-    attention_mask = checks.integers("attention_mask", attention_mask, 2, (torch.bool,))
+    attention_mask = checks.integers("attention_mask", attention_mask, 2, samples.MASKS)
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
@@ -162,6 +167,7 @@ def pack_padded(
             raise SharedPromptError(explain(name, "ones that stand together in each row", got))
     if others:
         prompt_lens, response_lens = lengths, others[0][1]
+        _say_where_prompts_end(columns, begins, lengths, response_lens)
     else:
         prompt_lens = samples.prompt_lengths("prompt_length", prompt_length, fetched, lengths)
         response_lens = [total - length for total, length in zip(lengths, prompt_lens)]
@@ -185,6 +191,21 @@ def pack_padded(
     return pack_tokens(what, tree, pad_to_multiple_of, device, boundary == "replicate")
 
 
+def _say_where_prompts_end(
+    columns: int, begins: Sequence[int], lengths: Sequence[int], response_lens: Sequence[int]
+) -> None:
+    """Say it once if a row looks like a padded whole sequence, whose response is among the columns of prompts."""
+    for index, (begin, length, response_len) in enumerate(zip(begins, lengths, response_lens)):
+        if response_len == 0 and 0 < begin + length < columns:
+            say_once(
+                f"prompt_length: with {columns}, row {index} has {length} prompt tokens, padding behind them and no "
+                "response. If rows are whole sequences, a prompt and its response together, give the number of prompt "
+                "tokens of each row, (B,); if the response is empty, all is well",
+                "prompt_length",
+            )
+            return
+
+
 @untraced
 def pack_jagged(
     input_ids: Tensor,
@@ -193,6 +214,7 @@ def pack_jagged(
     group_ids: GroupIds | None = None,
     boundary: Boundary = "replicate",
     max_responses_per_group: int | None = None,
+    pad_token_id: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
     row_values: RowValues | None = None,
@@ -204,12 +226,13 @@ def pack_jagged(
     Args:
         input_ids: nested (B, P_i + R_i) integers in the jagged layout, without gaps.
         prompt_lens: (B,) P_i.
-        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values, images: as for
+        group_ids, boundary, max_responses_per_group, pad_token_id, pad_to_multiple_of, device, group_values, images: of
             `pack_shared_prompts`.
-        row_values: as there, nested (B, P_i + R_i) or (B, n, P_i + R_i) tensors.
+        row_values: by name, what belongs to tokens, nested (B, P_i + R_i) or (B, n, P_i + R_i) tensors.
 
     Raises:
-        SharedPromptError: as there; a tensor that is not nested, a prompt longer than its sequence.
+        SharedPromptError: a tensor that is not nested, a prompt that is empty or longer than its sequence, negative
+            tokens, samples of one group id with different prompts, or an argument that is not as described.
     """
     nested = samples.jagged("input_ids", input_ids)
     if nested.dim() != 2:
@@ -224,6 +247,7 @@ def pack_jagged(
     lengths = samples.prompt_lengths("prompt_lens", prompt_lens, fetched[: len(given)], totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
     largest = samples.largest_token("input_ids", samples.extremes(ids[begin:end]))
+    samples.check_padding(pad_token_id, ids[begin:end], totals, "input_ids")
     response_lens = [total - length for total, length in zip(totals, lengths)]
     of_samples, firsts = images_of(images, len(totals))
     groups = samples.group(ids, offsets.tolist(), lengths, firsts, labels, max_responses_per_group)
@@ -253,6 +277,7 @@ def pack_prefix_tree(
     tree: PrefixTree | None = None,
     chosen: Sequence[int] | None = None,
     group_ids: GroupIds | None = None,
+    pad_token_id: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
     row_values: RowValues | None = None,
@@ -266,8 +291,8 @@ def pack_prefix_tree(
 
     Args:
         sequences: B sequences of token ids, 1-D integer tensors of one device or Python sequences; any may be empty.
-        loss_mask: B sequences of 0 and 1 (or bool), each as long as its tokens and on their device, 1 for the tokens to
-            train, which are scored. The first token of a sequence has no row that scores it: 0 there. A token may be
+        loss_mask: B sequences of 0 and 1 in any type, each as long as its tokens and on their device, 1 for the tokens
+            to train, which are scored. The first token of a sequence has no row that scores it: 0 there. A token may be
             trained in one sequence and not in another that shares it. None: all tokens but the first ones.
         boundary: "gather" shares all equal tokens; the row before a branch scores the first token of each child.
             "replicate" puts that row at the head of each child instead of at the node's end, so that no row scores two
@@ -284,9 +309,13 @@ def pack_prefix_tree(
             sequences is given for all of them. None: all.
         group_ids: (B,) hashable values or an integer tensor: only sequences with equal ids share tokens. For tokens
             that stand for different things (images). None: equal tokens are shared.
+        pad_token_id: refuse sequences that have this token, which would be padding. None where nothing is padded, or
+            where the token has a meaning too, such as the end of a response.
         pad_to_multiple_of: pad the row to a multiple of this; None for no padding.
         device: of the batch; None for that of the tokens.
-        row_values, group_values: as for `pack_shared_prompts`, of whole sequences; a group is a tree of the forest.
+        row_values: by name, what belongs to tokens: B tensors of (..., L_i). Tokens that share a row must have equal
+            ones, which waits for a GPU.
+        group_values: by name, what belongs to trees of the forest: B values, equal for the sequences of a tree.
 
     Raises:
         SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, a mask that is not as
@@ -313,8 +342,11 @@ def pack_prefix_tree(
     wanted = [tokens] if mask is None else [tokens, mask]
     (ids, *marks), groups = samples.fetch(wanted, pick("group_ids", group_ids), len(lengths), "sequences")
     largest = samples.largest_token("sequences", samples.extremes(ids))
+    samples.check_padding(pad_token_id, ids, lengths, "sequences")
     if tree is None:
         nodes = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
+        if borders is None:
+            _say_what_is_shared(nodes, ids, groups, min_shared, mask)
     else:
         expected = "None beside a tree, which says where nodes begin"
         checks.check_absent(expected, borders=borders, min_shared=min_shared)
@@ -327,6 +359,32 @@ def pack_prefix_tree(
     return pack_tokens(what, nodes, pad_to_multiple_of, device)
 
 
+def _say_what_is_shared(
+    nodes: PrefixTree, ids: Tensor, groups: list[Any] | None, min_shared: Any, mask: Tensor | None
+) -> None:
+    """Say once what may be a mistake: that common beginnings are not shared, or that prompts are scored."""
+    if sum(nodes.node_lens) < len(ids):
+        if mask is None:
+            say_once(
+                "loss_mask: without one all tokens but the first of a sequence are scored, those of shared beginnings "
+                "(prompts) too. To train or score responses alone, give it 1 for their tokens (shared_prompt_values "
+                "reads rows of its own and needs none)",
+                "loss_mask",
+            )
+        return
+    # Tokens that must be equal for the first one to be shared.
+    shift, begins = SHIFTS[nodes.boundary], offsets_of(int64s(nodes.sequence_lens)).tolist()
+    long = [index for index, length in enumerate(nodes.sequence_lens) if length > shift]
+    firsts, seconds = (take(ids, int64s(begins[one] + at for one in long)).tolist() for at in (0, shift))
+    alike = groups_of(zip(firsts, seconds, [groups[one] if groups else None for one in long]))
+    if len(alike) < len(long):
+        say_once(
+            f"min_shared: {len(long)} sequences begin alike, but no beginning saves {min_shared or MIN_SHARED} tokens, "
+            "so that nothing is shared; a smaller min_shared shares shorter ones",
+            "min_shared",
+        )
+
+
 @untraced
 def group_by_prompt(
     prompts: Sequence[TokenIds], *, group_ids: GroupIds | None = None, images: ImageValues | None = None
@@ -334,7 +392,7 @@ def group_by_prompt(
     """Which samples have the same prompt: lists of their indices, in the order of their first samples.
 
     Args:
-        prompts, group_ids, images: as for `pack_shared_prompts`.
+        prompts, group_ids, images: of `pack_shared_prompts`.
 
     Raises:
         SharedPromptError: an empty prompt; samples of one group id with different prompts; an argument that is not as
@@ -357,11 +415,12 @@ def group_by_prefix(
     """What sequences share, without packing them: the nodes that `pack_prefix_tree` would make.
 
     Args:
-        sequences, boundary, min_shared, group_ids: as for `pack_prefix_tree`. Parts of the tree are then packed with
+        sequences, boundary, min_shared, group_ids: of `pack_prefix_tree`. Parts of the tree are then packed with
             `pack_prefix_tree(sequences, tree=tree, chosen=indices)`.
 
     Raises:
-        SharedPromptError: as there.
+        SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, or an option that is not as
+            described.
     """
     tokens, lengths = _checked(samples.sequences_of("sequences", sequences))
     (ids,), groups = samples.fetch([tokens], group_ids, len(lengths), "sequences")

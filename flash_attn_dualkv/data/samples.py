@@ -15,7 +15,10 @@ from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import int64s, ints, memory_of, offsets_of, take, to_host
 
 _WORD = torch.int64.itemsize
+_MOST = torch.iinfo(torch.int64).max
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+# Types of masks, beside integers: 0.0 and 1.0 are as exact as False and True.
+MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 TokenIds = Tensor | Sequence[int]
 GroupIds = Iterable[Hashable] | Tensor
@@ -31,8 +34,8 @@ def sequences_of(name: str, values: Any, of: str = "token sequences") -> Sequenc
             got = f"a nested tensor (pack_jagged takes whole sequences, {name}.unbind() is a list)"
         else:
             got = (
-                f"a matrix, whose padding would be tokens (pack_padded takes a padded batch, list({name}) is a list of "
-                "rows without padding)"
+                "a matrix, whose padding would be tokens (pack_padded takes a padded batch and its mask; only where no "
+                f"row is padded, list({name}))"
             )
         raise SharedPromptTypeError(explain(name, f"a list of {of}", got))
     return checks.items(name, values, of)
@@ -67,7 +70,7 @@ def token_lists(given: Iterable[Any], *names: str, also: Sequence[torch.dtype] =
     _common_device(tokens)
     if not tokens:
         return torch.empty(0, dtype=torch.int64, device="cpu"), []
-    together = checks.integers(" and ".join(names), torch.cat(tokens), 1, (torch.bool,))
+    together = checks.integers(" and ".join(names), torch.cat(tokens), 1, also)
     return together, [*map(Tensor.numel, tokens)]
 
 
@@ -77,6 +80,26 @@ def largest_token(name: str, extremes: Tensor) -> int:
     if smallest < 0:
         raise SharedPromptError(explain(name, "token ids >= 0", smallest))
     return int(largest)
+
+
+def check_padding(pad_token_id: Any, tokens: Tensor, lengths: Sequence[int], *names: str) -> None:
+    """Refuse the token of padding in sequences, where its rows would be a response's own.
+
+    Args:
+        pad_token_id: None where nothing is known of padding.
+        tokens: of all sequences, on the host.
+        lengths: of each; of several names sequences come in turns.
+    """
+    if pad_token_id is None:
+        return
+    padding = (tokens == checks.integer("pad_token_id", pad_token_id, 0, _MOST)).nonzero()
+    if len(padding):
+        first, ends = int(padding[0]), offsets_of(int64s(lengths))[1:]
+        index = int(torch.searchsorted(ends, first, right=True))
+        place = first - int(ends[index]) + lengths[index]
+        expected = f"tokens alone, no padding (pad_token_id={pad_token_id}; pack_padded takes a padded batch)"
+        name = f"{names[index % len(names)]}[{index // len(names)}]"
+        raise SharedPromptError(explain(name, expected, f"padding at place {place} of {lengths[index]}"))
 
 
 def extremes(tokens: Tensor) -> Tensor:
@@ -225,21 +248,21 @@ def group(
 
 
 def joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
-    """All masks in one, each as long as its sequence."""
-    mask, sizes = token_lists(sequences_of("loss_mask", loss_mask, "masks"), "loss_mask", also=(torch.bool,))
+    """All masks in one, each as long as its sequence: int64, with -1 for what is neither 0 nor 1."""
+    mask, sizes = token_lists(sequences_of("loss_mask", loss_mask, "masks"), "loss_mask", also=MASKS)
     check_count("loss_mask", sizes, len(lengths), "sequences")
     for index, (size, length) in enumerate(zip(sizes, lengths)):
         if size != length:
             raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
-    return mask.long()
+    return torch.where((mask == 0) | (mask == 1), mask, -1).long()
 
 
 def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
     """How many tokens of each sequence the mask (on the host) trains."""
-    smallest, largest = extremes(mask).tolist()
-    if smallest < 0 or largest > 1:
-        raise SharedPromptError(explain("loss_mask", "0 and 1", smallest if smallest < 0 else largest))
     bounds, sums = offsets_of(int64s(lengths)), offsets_of(mask)
+    if mask.numel() and int(mask.min()) < 0:
+        index = int(torch.searchsorted(bounds, int(mask.argmin()), right=True)) - 1
+        raise SharedPromptError(explain(f"loss_mask[{index}]", "0 and 1", "other values"))
     firsts = bounds[:-1]
     # A sequence without tokens counts nothing.
     trains_first = take(sums, torch.minimum(firsts + 1, bounds[1:])) > take(sums, firsts)

@@ -85,7 +85,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         api.pack_shared_prompts,
         dict(
             prompts=PROMPTS, responses=RESPONSES, group_ids=[0, 0, 1], boundary="gather",
-            max_responses_per_group=2, pad_to_multiple_of=4, device="cpu",
+            max_responses_per_group=2, pad_token_id=99, pad_to_multiple_of=4, device="cpu",
             row_values={"height": [torch.arange(len(p) + len(r)) for p, r in zip(PROMPTS, RESPONSES)]},
             group_values={"uid": ["a", "a", "b"]}, images=IMAGES,
         ),
@@ -94,8 +94,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         api.pack_prefix_tree,
         dict(
             sequences=PROMPTS, loss_mask=[[0, 1, 1], [0, 0, 1], [0]], boundary="gather", min_shared=1,
-            borders=None, group_ids=[0, 0, 1], pad_to_multiple_of=4, device="cpu", tree=None, chosen=None,
-            row_values=None, group_values={"uid": ["a", "a", "b"]},
+            borders=None, group_ids=[0, 0, 1], pad_token_id=99, pad_to_multiple_of=4, device="cpu", tree=None,
+            chosen=None, row_values=None, group_values={"uid": ["a", "a", "b"]},
         ),
     ),
     "pack_prefix_tree of a tree": (
@@ -256,5 +256,5 @@ def test_every_public_function_is_here() -> None:
     assert functions - elsewhere - {"build_info"} <= set(CALLS)
     for name, (function, valid) in CALLS.items():
         if name in functions:
-            optional = {"boundary", "max_responses_per_group", "pad_to_multiple_of", "device"}
+            optional = {"boundary", "max_responses_per_group", "pad_token_id", "pad_to_multiple_of", "device"}
             assert set(valid) | optional >= set(inspect.signature(getattr(api, name, function)).parameters) - {"model"}

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from tree_cases import Tree, trees, visible
 from tree_runs import TREES, Variant, check_errors, exact, plain
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, cudnn, shared_prompt_attention
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, cudnn, errors, shared_prompt_attention
 from flash_attn_dualkv.calls import Options
 
-CACHED = (cudnn._imported, cudnn.capability, cudnn._say, cudnn._trial)
+CACHED = (cudnn._imported, cudnn.capability, cudnn._trial)
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """cuDNN's functions on the CPU, which has the index -1 and here the compute capability 10.0."""
     for one in CACHED:
         one.cache_clear()
+    monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(cudnn, "_imported", lambda: fake_cudnn)
     monkeypatch.setattr(cudnn, "capability", lambda device: (10, 0))
     yield fake_cudnn

@@ -318,7 +318,8 @@ class SharedValues(SharedForward):
             raise Refused("samples", "the real tokens of a sequence do not stand together at its beginning")
         sequences = [row[:length] for row, length in zip(ids, lengths.tolist())]
         try:
-            batch = pack_prefix_tree(sequences, min_shared=self.sharing.options.min_shared)
+            nothing = [torch.zeros_like(one) for one in sequences]  # is scored
+            batch = pack_prefix_tree(sequences, loss_mask=nothing, min_shared=self.sharing.options.min_shared)
         except SharedPromptError as error:
             raise Refused("samples", str(error)) from None
         self._check_savings(batch)

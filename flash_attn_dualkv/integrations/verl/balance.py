@@ -134,7 +134,7 @@ def _balance_v0(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_on(self) or keep_minibatch or len(set(uids)) == len(uids):
             return
         mask, columns = batch.batch["attention_mask"], batch.batch["prompts"].shape[1]
-        prompts, responses = mask[:, :columns].sum(1).tolist(), mask[:, columns:].sum(1).tolist()
+        prompts, responses = (part.ne(0).sum(1).tolist() for part in (mask[:, :columns], mask[:, columns:]))
         ranks = self._get_dp_size(self.actor_rollout_wg, "actor")
         batch.reorder(torch.tensor(_order(prompts, responses, uids, None, ranks, metrics, logging_prefix)))
 

@@ -52,7 +52,7 @@ def prompt_lengths(data: TensorDict) -> Tensor:
     if prompts.is_nested:
         lengths: Tensor = prompts.offsets().diff()
         return lengths
-    return data["attention_mask"][:, : prompts.shape[1]].sum(1)
+    return data["attention_mask"][:, : prompts.shape[1]].ne(0).sum(1)
 
 
 def _media_of(data: TensorDict) -> list[dict[str, Any]]:
