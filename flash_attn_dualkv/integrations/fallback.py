@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import CUDA_DTYPES, explain, spelled_flag
-from ..data.pack import MIN_SHARED
+from ..data.pack import MIN_SHARED, group_by_prefix
+from ..errors import SharedPromptError
 from .transformers.support import kernels_lack
 
 PREFIX = "shared_prompt"  # of options in configurations, and of metrics
@@ -32,10 +33,12 @@ class Options(NamedTuple):
         verify_first_steps: so many calls are computed by stock attention too and compared; if they
             differ by more than rounding, sharing is switched off on all ranks.
         self_check: before the first call in each mode and with each set of active adapters a pair
-            of short sequences is tried, as in `shared_prompt_forward`.
+            of short sequences is tried: does the model compute the same in a packed row?
         min_shared: the fewest tokens that a node behind the prompts must save, and all of them
-            together; None: prompts alone are shared. See `turns.deeper_tree`.
-        drop_unread: as of `shared_prompt_forward`.
+            together; None: prompts alone are shared.
+        drop_unread: rows that nobody reads leave before the last layers.
+        share_lora_dropout: LoRA's dropout draws one mask for the one copy of a prompt, where stock
+            training draws one for each response: another regulariser, and not exact.
     """
 
     enabled: bool = True
@@ -45,6 +48,12 @@ class Options(NamedTuple):
     self_check: bool = True
     min_shared: int | None = MIN_SHARED
     drop_unread: bool = True
+    share_lora_dropout: bool = False
+
+    @property
+    def first_use(self) -> dict[str, Any]:
+        """The options of `check_first_use`."""
+        return dict(self_check=self.self_check, share_lora_dropout=self.share_lora_dropout)
 
     @staticmethod
     def checked(settings: Mapping[str, tuple[str, Any]]) -> Options:
@@ -57,8 +66,13 @@ class Options(NamedTuple):
             "self_check": checks.flag,
             "min_shared": _count_or_none,
             "drop_unread": checks.flag,
+            "share_lora_dropout": checks.flag,
         }
-        return Options(**{option: readers[option](name, value) for option, (name, value) in settings.items()})
+        options = Options(**{option: readers[option](name, value) for option, (name, value) in settings.items()})
+        if options.share_lora_dropout and options.verify_first_steps:
+            expected = "False with verify_first_steps, as stock attention draws other masks"
+            raise SharedPromptError(explain(settings["share_lora_dropout"][0], expected, True))
+        return options
 
     @staticmethod
     def of(override_config: Mapping[str, Any]) -> Options:
@@ -97,7 +111,7 @@ def _spelled(option: str, name: str, value: Any) -> Any:
     """The value of an option that may be given as text; what it cannot be stays text, which is refused."""
     if not isinstance(value, str):
         return value
-    if option in ("enabled", "self_check", "drop_unread"):
+    if option in ("enabled", "self_check", "drop_unread", "share_lora_dropout"):
         return spelled_flag(name, value)
     if option in ("max_responses_per_group", "min_shared") and not value:
         return None
@@ -111,6 +125,24 @@ class Refusal(NamedTuple):
 
     reason: str
     message: str
+
+    def told(self, input_ids: Any, attention_mask: Any = None) -> str:
+        """The message; of dropout, which default recipes have, with what it costs for these samples.
+
+        Args:
+            input_ids: (B, S), or nested.
+            attention_mask: of (B, S).
+        """
+        if self.reason != "dropout" or not isinstance(input_ids, Tensor):
+            return self.message
+        if not input_ids.is_nested:
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            rows = input_ids[mask != 0].split((mask != 0).sum(1).tolist())
+        else:
+            rows = input_ids.unbind()
+        tree = group_by_prefix(rows, boundary="replicate", min_shared=1)
+        ratio = sum(tree.sequence_lens) / max(1, sum(tree.node_lens))
+        return f"{self.message}. Without it these samples would have {ratio:.2f} times fewer tokens"
 
 
 # Accelerate's mixed precisions: what its autocast, inside a prepared model's forward, computes in.

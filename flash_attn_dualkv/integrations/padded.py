@@ -44,6 +44,7 @@ def check_model(
     *,
     model: Any = None,
     self_check: bool = True,
+    share_lora_dropout: bool = False,
     about_dropout: str = "",
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -52,7 +53,7 @@ def check_model(
     Args:
         causal_lm: the transformers model.
         device: that of the inputs.
-        model, self_check: as of `check_first_use`.
+        model, self_check, share_lora_dropout: of `check_first_use`.
         about_dropout: what the trainer's user can do about it.
         dtype: of the arithmetic, if the model's forward has autocast inside; None: that of autocast here, or of the
             parameters.
@@ -68,7 +69,8 @@ def check_model(
                 dtype = causal_lm.get_input_embeddings().weight.dtype
             if (refusal := kernels_refusal(config, dtype)) is not None:
                 raise Refused(*refusal)
-        check_first_use(causal_lm, device, model=model, self_check=self_check)
+        first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
+        check_first_use(causal_lm, device, model=model, **first_use)
     except FirstUseError as error:
         raise Refused(error.reason, str(error) + about_dropout * (error.reason == "dropout")) from None
     except SharedPromptLayoutError:  # one that gets lost on its way: a mistake, and no kind of model
@@ -103,7 +105,8 @@ class PaddedScores:
     """Log-probabilities of padded batches, each shared token computed once; or none, where stock attention is to run.
 
     Attributes:
-        options: what of `Options` the trainer's plug-in offers: min_dedup_ratio, min_shared, self_check.
+        options: what of `Options` the trainer's plug-in offers: min_dedup_ratio, min_shared, self_check,
+            share_lora_dropout.
         tally: what has been run.
     """
 
@@ -115,9 +118,12 @@ class PaddedScores:
         self._refusals: weakref.WeakKeyDictionary[nn.Module, Refusal] = weakref.WeakKeyDictionary()
 
     @staticmethod
-    def options_of(min_dedup_ratio: float, self_check: bool, min_shared: int) -> Options:
+    def options_of(
+        min_dedup_ratio: float, self_check: bool, min_shared: int, share_lora_dropout: bool = False
+    ) -> Options:
         """SharedPromptError for a wrong value."""
-        given = dict(min_dedup_ratio=min_dedup_ratio, self_check=self_check)
+        given: dict[str, Any] = dict(min_dedup_ratio=min_dedup_ratio, self_check=self_check)
+        given |= dict(share_lora_dropout=share_lora_dropout)
         read = Options.checked({name: (name, value) for name, value in given.items()})
         return read._replace(min_shared=checks.integer("min_shared", min_shared, 1))
 
@@ -146,9 +152,9 @@ class PaddedScores:
             model: the outermost module around a causal LM of transformers.
             input_ids, attention_mask: (B, S), padded anywhere.
             is_scored: (B, S) bool: the tokens whose log-probabilities are wanted.
-            temperature, with_entropy: as of `shared_prompt_forward`.
+            temperature, with_entropy: of `shared_prompt_forward`.
             refusal: why the trainer's call cannot share, the same on all ranks.
-            dtype: as of `check_model`.
+            dtype: of `check_model`.
 
         Returns:
             logps, entropy: (B, S - 1) in float32, 0 where the next token is not scored; entropy None unless asked for.
@@ -161,7 +167,9 @@ class PaddedScores:
         except Refused as refused:
             tokens = attention_mask.sum()
             self.tally.add(tokens, tokens, refused.refusal.reason)
-            self._say(refused.refusal.reason, "Prompts are not shared where this holds (%s): %s", *refused.refusal)
+            if (reason := refused.refusal.reason) not in self._announced:
+                message = refused.refusal.told(input_ids, attention_mask)
+                self._say(reason, "Prompts are not shared where this holds (%s): %s", reason, message)
             return None
         self._say("", "Prompts are shared: the first micro-batch has %.2f times fewer tokens", batch.dedup_ratio)
         self.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
@@ -175,12 +183,12 @@ class PaddedScores:
     def _scores(
         self, model: Any, batch: PackedBatch, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """As of `shared_prompt_forward`. Raises Refused where only a forward can tell."""
+        """Log-probabilities and entropies of the scored tokens. Raises Refused where only a forward can tell."""
         causal_lm = causal_lm_of(model)
         check_vocabulary(causal_lm, batch)  # a mistake in the data, which no other forward mends
         try:
             return shared_prompt_forward(
-                model, batch, temperature=temperature, with_entropy=with_entropy, self_check=self.options.self_check
+                model, batch, temperature=temperature, with_entropy=with_entropy, **self.options.first_use
             )
         except SharedPromptLayoutError:
             raise
@@ -200,7 +208,7 @@ class PaddedScores:
             check_forward(causal_lm)
         except SharedPromptError as error:
             raise Refused("unsupported", str(error)) from None
-        check_model(causal_lm, ids.device, model=model, self_check=self.options.self_check, dtype=dtype)
+        check_model(causal_lm, ids.device, model=model, dtype=dtype, **self.options.first_use)
         try:
             packed: PackedBatch | Refusal = self._tree(ids, attention_mask.bool(), is_scored)
         except Refused as refused:

@@ -203,6 +203,8 @@ def test_fallbacks(path: str, caplog: pytest.LogCaptureFixture) -> None:
             before = scores.tally.fallbacks[reason]
             assert forward(one, **given, **more) == "stock"
             assert reason is None or scores.tally.fallbacks[reason] == before + 1
+            is_told = "share_lora_dropout=True" in caplog.text and "times fewer tokens" in caplog.text
+            assert is_told == (reason == "dropout" and len(caplog.records) == 1)
         assert not caplog.records  # said once
     assert scores.tally.tokens == scores.tally.replicated > 0
 

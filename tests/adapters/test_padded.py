@@ -85,6 +85,17 @@ def test_what_cannot_share_is_the_trainers(name: str, caplog: pytest.LogCaptureF
     assert scores.tally.calls == 5 and "Prompts are shared" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_zeros_and_ones(dtype: torch.dtype) -> None:
+    model, (ids, mask, scored) = tiny_model("qwen3", attention="sdpa"), _padded(_SHARED)
+    found = []
+    for one in (mask, mask.to(dtype)):
+        scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
+        found.append(scores.score(model, ids, one, scored))
+        assert not scores.tally.fallbacks
+    assert torch.equal(found[0][0], found[1][0])
+
+
 def test_mistakes_are_errors() -> None:
     scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
     ids, mask, scored = _padded(_SHARED)

@@ -159,23 +159,29 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         dualkv.shared_prompt_forward,
         dict(
             model=MODEL, batch=BATCH, layout=None, temperature=1.0, with_entropy=False, self_check=True,
-            drop_unread=True,
+            drop_unread=True, share_lora_dropout=False,
         ),
     ),
     "shared_prompt_logits": (
-        lambda model, batch, rows, self_check, drop_unread: dualkv.shared_prompt_logits(
-            model, batch, rows, lambda logits, at: (logits.argmax(-1),), self_check=self_check, drop_unread=drop_unread
+        lambda model, batch, rows, self_check, drop_unread, share_lora_dropout: dualkv.shared_prompt_logits(
+            model, batch, rows, lambda logits, at: (logits.argmax(-1),), self_check=self_check,
+            drop_unread=drop_unread, share_lora_dropout=share_lora_dropout,
         ),
-        dict(model=MODEL, batch=BATCH, rows=BATCH.token_index, self_check=True, drop_unread=True),
+        dict(
+            model=MODEL, batch=BATCH, rows=BATCH.token_index, self_check=True, drop_unread=True,
+            share_lora_dropout=False,
+        ),
     ),
     "shared_prompt_values": (
         dualkv.shared_prompt_values,
-        dict(model=CLASSIFIER, batch=TREE_BATCH, rows=None, self_check=True),
+        dict(model=CLASSIFIER, batch=TREE_BATCH, rows=None, self_check=True, share_lora_dropout=False),
     ),
     "row_inputs": (dualkv.row_inputs, dict(model=MODEL, batch=BATCH, layout=None)),
     "install_layout_hook": (
-        lambda model, self_check: dualkv.install_layout_hook(model, self_check=self_check).remove(),
-        dict(model=MODEL, self_check=True),
+        lambda model, self_check, share_lora_dropout: dualkv.install_layout_hook(
+            model, self_check=self_check, share_lora_dropout=share_lora_dropout
+        ).remove(),
+        dict(model=MODEL, self_check=True, share_lora_dropout=False),
     ),
     "check_supported": (dualkv.check_supported, dict(config=MODEL.config)),
     "register": (dualkv.register, dict(name="dualkv", fallback="auto", backend="auto")),

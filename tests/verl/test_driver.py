@@ -73,14 +73,14 @@ def v1_keys(
     return found.keys, metrics
 
 
-def v0(**override_config: Any) -> tuple[list[str], dict[str, Any]]:
+def v0(dtype: torch.dtype = torch.int64, **override_config: Any) -> tuple[list[str], dict[str, Any]]:
     import numpy
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     left = torch.tensor([[column >= 300 - p for column in range(300)] for p in PROMPTS])
     right = torch.tensor([[column < r for column in range(32)] for r in RESPONSES])
     batch = DataProto.from_dict(
-        tensors={"prompts": torch.zeros(16, 300), "attention_mask": torch.cat((left, right), 1).long()},
+        tensors={"prompts": torch.zeros(16, 300), "attention_mask": torch.cat((left, right), 1).to(dtype)},
         non_tensors={"uid": numpy.array(UIDS, dtype=object)},
     )
     metrics: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def v0(**override_config: Any) -> tuple[list[str], dict[str, Any]]:
     return list(batch.non_tensor_batch["uid"]), metrics
 
 
-@pytest.mark.parametrize("balance", [v1, v0])
+@pytest.mark.parametrize("balance", [v1, v0, partial(v0, torch.float32)])
 def test_balance(balance: Any) -> None:
     """Groups stay whole, ranks have as many samples, verl's own figures are those of the new order."""
     uids, metrics = balance()

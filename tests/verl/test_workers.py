@@ -309,7 +309,7 @@ class _Verified(SharedPrompts, _Engine):
         self.statistics = SimpleNamespace(begin=lambda: None, metrics=lambda *_: {})
         self.ran: list[bool] = []
 
-    def _refusal_now(self) -> str | None:
+    def _refusal_now(self, data: Any) -> str | None:
         return None
 
     def gradient_norm(self) -> float:

@@ -2,13 +2,15 @@
 """PEFT adapters that look at more than a token: what their configurations say, before any forward.
 
 Most kinds change a weight or a token's own hidden state and are exact on shared prompts. Others look at the row as a
-whole, and a packed row is one row of many sequences; or they draw random numbers, once for all copies of a prompt.
+whole, and a packed row is one row of many sequences; or they draw random numbers, once for all copies of a prompt. Of
+LoRA's dropout alone a caller may ask for that: a regulariser of its own, which no stock training has.
 PEFT itself is not imported: its models are known by what they carry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -77,6 +79,26 @@ def _reason(config: Any, training: bool) -> str | None:
 def is_adapter_layer(kind: Any) -> bool:
     """Whether modules of a class are PEFT's layers: there it is a property, of transformers' models a method."""
     return isinstance(getattr(kind, "disable_adapters", None), property)
+
+
+def lora_dropouts(model: nn.Module) -> list[nn.Dropout]:
+    """The dropout in front of the matrices A of LoRA's layers."""
+    held = (getattr(one, "lora_dropout", None) for one in model.modules() if is_adapter_layer(type(one)))
+    dropouts = (one for each in held if isinstance(each, nn.ModuleDict) for one in each.values())
+    return [one for one in dropouts if isinstance(one, nn.Dropout)]
+
+
+@contextmanager
+def without_lora_dropout(model: nn.Module) -> Iterator[None]:
+    """Let LoRA's layers drop nothing for a while, whatever the mode of the model."""
+    switched = [one for one in lora_dropouts(model) if one.training]
+    for one in switched:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one in switched:
+            one.training = True
 
 
 def _active_adapters(model: nn.Module) -> set[str]:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdRef
 
+from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from . import hybrid, late
-from .adapters import check_adapters, is_adapter_layer
+from .adapters import check_adapters, is_adapter_layer, without_lora_dropout
 from .structure import decoder_of, lock_of
 from .support import FirstUseError, check_checkpoints, check_modules, check_noise, check_positions
 from .trial import Trial, is_trying
@@ -43,27 +45,33 @@ def check_first_use(
     *,
     model: nn.Module | None = None,
     self_check: bool = True,
+    share_lora_dropout: bool = False,
     stateless: Sequence[nn.Module] = (),
 ) -> None:
     """Refuse a model that is not exact on shared prompts in its present mode and with its present adapters.
 
-    With `self_check` a pair of short sequences is tried, see `trial`: forwards of at most 64 tokens without gradients,
+    With `self_check` a pair of short sequences is tried: forwards of at most 64 tokens without gradients,
     which are collectives where parameters are sharded, so that every rank must ask at the same call. Generators, small
     buffers and counters of hooks are afterwards as they were before.
 
     Args:
-        stock: the transformers model, see `causal_lm_of`, or its decoder; supported by its configuration.
+        stock: the transformers model, inside of all wrappers, or its decoder; supported by its configuration.
         device: that of the inputs.
         model: the outermost module around it; None from inside of its forward.
         self_check: whether the pair is tried. If not, only parts and configuration are looked at.
+        share_lora_dropout: let LoRA's dropout in the decoder draw one mask for the one copy of a prompt. It is switched
+            off while all else is looked at and tried.
         stateless: modules whose forwards the caller runs in other numbers than stock does, so that none may change
             their buffers.
 
     Raises:
-        SharedPromptError: names what is not exact.
+        SharedPromptError: names what is not exact; inputs on the meta device, where nothing can be tried.
     """
     if is_trying():
         return
+    if device.type == "meta":
+        expected = "inputs that have values (batch.to(device) of a batch that was packed from such)"
+        raise SharedPromptError(explain("batch", expected, "one on meta"))
     with lock_of(stock):
         hybrid.prepare(stock)
         late.prepare(stock)
@@ -73,12 +81,13 @@ def check_first_use(
         known = _errors.setdefault(stock, {})
         # Keyed by the outermost module too, which takes part in the trial.
         outer = None if model is None else weakref.ref(model)
-        state = (*_state_of(stock), self_check, outer, frozenset(map(id, stateless)))
+        state = (*_state_of(stock), self_check, share_lora_dropout, outer, frozenset(map(id, stateless)))
         if state not in known:
             if len(known) >= MOST_STATES:
                 known.clear()
             trial = Trial(stock, device, model, stateless) if self_check else None
-            known[state] = _error_of(stock, trial)
+            with without_lora_dropout(decoder_of(stock)) if share_lora_dropout else nullcontext():
+                known[state] = _error_of(stock, trial)
         error = known[state]
     if error is not None:
         raise error()

@@ -57,6 +57,7 @@ def shared_prompt_forward(
     with_entropy: Literal[True],
     self_check: bool = True,
     drop_unread: bool = True,
+    share_lora_dropout: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def shared_prompt_forward(
@@ -68,6 +69,7 @@ def shared_prompt_forward(
     with_entropy: bool = False,
     self_check: bool = True,
     drop_unread: bool = True,
+    share_lora_dropout: bool = False,
 ) -> tuple[Tensor, Tensor | None]: ...
 @functools.partial(untraced, reason=COMPILE_THE_MODEL)
 def shared_prompt_forward(
@@ -79,6 +81,7 @@ def shared_prompt_forward(
     with_entropy: bool = False,
     self_check: bool = True,
     drop_unread: bool = True,
+    share_lora_dropout: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of all response tokens of a micro-batch, or of all trained tokens of trees; each row once.
 
@@ -98,6 +101,9 @@ def shared_prompt_forward(
             their own? Some forwards of at most 64 tokens, on all ranks alike.
         drop_unread: leave rows that score nothing out of the last layers where these own no keys (Gemma 3n and 4).
             They stay where something else reads them. The results are the same.
+        share_lora_dropout: in training mode, let LoRA's dropout draw one mask for the one copy of a prompt, where stock
+            training draws one for each of its responses: another regulariser, so that scores and gradients are not
+            those of stock training. False: LoRA's dropout is refused like all other noise.
 
     Returns:
         logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the responses (or the
@@ -107,7 +113,7 @@ def shared_prompt_forward(
 
     Raises:
         SharedPromptError: an argument is not as described; a token id is not in the vocabulary, or a position not in
-            the model's table of them; the model is not exact on shared prompts (see `check_supported`), draws random
+            the model's table of them; the model is not exact on shared prompts, draws random
             numbers, runs on another attention, or shards its LM head as an FSDP unit of its own. With a divided layout
             on all ranks: another one has failed, or has another batch or other arguments.
         SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
@@ -133,7 +139,8 @@ def shared_prompt_forward(
         return score_in_chunks(head, hidden, wanted, rows=rows, max_target=batch.max_token, **options)
 
     drops = checks.flag("drop_unread", drop_unread) and layout is None
-    logps, entropy = _scored(model, batch, token_index, score, self_check, layout, drops)
+    first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
+    logps, entropy = _scored(model, batch, token_index, score, first_use, layout, drops)
     if layout is not None:
         whole = logps.new_zeros(len(distinct.pick(batch.targets)))
         logps, entropy = (layout.sum(whole.index_copy(0, own, one)) for one in (logps, entropy))
@@ -150,13 +157,15 @@ def shared_prompt_logits(
     *,
     self_check: bool = True,
     drop_unread: bool = True,
+    share_lora_dropout: bool = False,
 ) -> tuple[Tensor, ...]:
     """What a function makes of the logits of some rows, a chunk of them at a time; without gradients.
 
     For scores that `shared_prompt_forward` does not give: whether a token is the most likely one, a teacher's top k.
 
     Args:
-        model, batch, self_check, drop_unread: as of `shared_prompt_forward`; the rows that are read are these.
+        model, batch, self_check, drop_unread, share_lora_dropout: of `shared_prompt_forward`; the rows that are read
+            are these.
         rows: (n,) int64 on the batch's device, or on the host, so that the GPU is not waited for. In any order and any
             of them several times: `batch.token_index` (of the scored tokens), `batch.last_rows`,
             `batch.rows_of(tokens)`.
@@ -167,9 +176,9 @@ def shared_prompt_logits(
         These tensors for all n rows, on the batch's device.
 
     Raises:
-        SharedPromptError: as of `shared_prompt_forward`; rows that are no int64 of one dimension, or elsewhere; what
-            `reduce` returns is not as described.
-        SharedPromptLayoutError: as there.
+        SharedPromptError: what `shared_prompt_forward` refuses; rows that are no int64 of one dimension, or elsewhere;
+            what `reduce` returns is not as described.
+        SharedPromptLayoutError: an attention layer has not got the layout.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     read = checked_rows(rows, batch)
@@ -183,7 +192,8 @@ def shared_prompt_logits(
         return tuple(map(torch.cat, zip(*parts)))
 
     drops = checks.flag("drop_unread", drop_unread)
-    return _scored(model, batch, rows, score, self_check, drop_unread=drops, read=read)
+    first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
+    return _scored(model, batch, rows, score, first_use, drop_unread=drops, read=read)
 
 
 def _reduced(reduce: Callable[[Tensor, slice], tuple[Tensor, ...]], logits: Tensor, at: slice) -> tuple[Tensor, ...]:
@@ -215,22 +225,23 @@ def _scored(
     batch: PackedBatch,
     rows: Tensor,
     score: Score,
-    self_check: bool,
+    first_use: dict[str, bool],
     layout: DividedLayout | None = None,
     drop_unread: bool = False,
     read: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """score(head, hidden states of these rows, rows of a chunk), from a forward of the model.
 
-    With a divided layout the rows are those of this rank. `read`: those that are read, for `drop_unread`; None if they
-    are those that score tokens.
+    With a divided layout the rows are those of this rank. `first_use`: options of `check_first_use`. `read`: the rows
+    that are read, for `drop_unread`; None if they are those that score tokens.
     """
-    checks.flag("self_check", self_check)
+    for name, value in first_use.items():
+        checks.flag(name, value)
     causal_lm = causal_lm_of(model)
     with lock_of(causal_lm):
         backbone = check_forward(causal_lm)
         head = head_modules(causal_lm, backbone)
-        check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check, stateless=head)
+        check_first_use(causal_lm, batch.input_ids.device, model=model, stateless=head, **first_use)
         check_vocabulary(causal_lm, batch)
         check_length(causal_lm, batch.layout.max_sequence)
         inputs = row_inputs(causal_lm, batch, layout)

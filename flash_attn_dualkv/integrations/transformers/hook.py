@@ -29,7 +29,7 @@ from .support import check_length, check_modules, check_one_row, check_positions
 _OF_TOWERS = re.compile(r"^(image|video|audio|vision)_")
 
 
-def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutHook:
+def install_layout_hook(model: nn.Module, *, self_check: bool = True, share_lora_dropout: bool = False) -> LayoutHook:
     """Guard every forward of a model that has a layout, and pass the layout on to its backbone.
 
     The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
@@ -40,14 +40,16 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
     Args:
         model: a causal LM, its backbone, or another model with one output a token; adapters included.
         self_check: try a pair of short sequences before the first forward in each mode and with each set of active
-            adapters, as in `shared_prompt_forward`. A forward without a layout counts too, so that all ranks try it
+            adapters. A forward without a layout counts too, so that all ranks try it
             together; what is found refuses only forwards with one.
+        share_lora_dropout: in training mode, let LoRA's dropout draw one mask for the one copy of a prompt: another
+            regulariser than that of stock training, and not exact.
 
     Returns:
         A handle whose `remove()` takes the hook away.
 
     Raises:
-        SharedPromptError: the model is not supported; see `check_supported`. From a forward: its head gives one value
+        SharedPromptError: the model is not supported. From a forward: its head gives one value
             for the whole row; the model draws random numbers or is not exact with its present adapters. Labels without
             shift_labels, which the model would shift by a row.
         SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, when the positions
@@ -60,7 +62,10 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])
     prepare(stock)
-    return LayoutHook(modules, num_mixing_layers(stock), checks.flag("self_check", self_check))
+    first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
+    for name, value in first_use.items():
+        checks.flag(name, value)
+    return LayoutHook(modules, num_mixing_layers(stock), first_use)
 
 
 def _check_inputs(layout: Any, inputs: dict[str, Any], model: nn.Module) -> None:
@@ -125,10 +130,10 @@ class LayoutHook:
     The hooks are methods: a model with them can be pickled, and a copy of it has a copy of this object.
     """
 
-    def __init__(self, modules: list[nn.Module], layers: int, self_check: bool) -> None:
+    def __init__(self, modules: list[nn.Module], layers: int, first_use: dict[str, bool]) -> None:
         self._outermost = modules[0]
         self._layers = layers
-        self._self_check = self_check
+        self._first_use = first_use  # options of `check_first_use`
         self._tried: set[bool] = set()  # modes in which forwards without a layout were tried
         # Argument names of the forwards, without self.
         self._parameters = {type(one): tuple(inspect.signature(type(one).forward).parameters)[1:] for one in modules}
@@ -182,7 +187,7 @@ class LayoutHook:
         self._tried.add(module.training)
         given = [inputs.get(name) for name in ("input_ids", "inputs_embeds")]
         device = next((one.device for one in given if isinstance(one, Tensor)), torch.device("cpu"))
-        check_first_use(module, device, self_check=self._self_check)
+        check_first_use(module, device, **self._first_use)
 
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a forward by their names."""

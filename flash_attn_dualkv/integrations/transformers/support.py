@@ -3,8 +3,8 @@
 
 One copy of the prompt stands for all of them if a token's hidden state depends on the tokens that it attends to and on
 nothing else. Layers that mix tokens in another way (recurrence, convolution) break that silently unless they hand on
-what they carry, see `hybrid`; so do those that see keys by another rule than causality and a sliding window. Dropout
-draws one mask for the prompt instead of one per response.
+what they carry, as `hybrid` lets them; so do those that see keys by another rule than causality and a sliding window.
+Dropout draws one mask for the prompt instead of one per response.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
 
 from ... import kernels
 from ...checks import describe, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
+from .adapters import lora_dropouts
 from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
 from .structure import decoder_of
 
@@ -37,6 +39,10 @@ _MIXER_CLASSES = re.compile(
 # Configuration fields of random numbers that stock training draws for every copy of the prompt.
 _NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter)")
 _NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
+LORA_REMEDIES = (
+    "lora_dropout=0.0, or share_lora_dropout=True for one mask of the one copy, which is another regulariser than that "
+    "of stock training, and not exact"
+)
 
 
 # Embeddings of positions, and buffers of sines, with a row for each position.
@@ -304,15 +310,20 @@ def check_noise(model: Any) -> None:
     Raises:
         FirstUseError: names the module or the field of the configuration.
     """
-    advice = (
-        ". One copy of the prompt cannot have a draw for each response; set it to 0 before the model is made, or "
-        "use model.eval()"
-    )
+    reason = ". One copy of the prompt cannot have a draw for each response; set "
+    advice = f"{reason}it to 0 before the model is made, or use model.eval()"
     towers = tower_names(model)
     for name, module in model.named_modules():
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and not f"{name}.".startswith(towers)
         if is_dropout and module.training and module.p > 0:
-            raise FirstUseError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice, "dropout")
+            message = explain(f"dropout of {name}", "0 in training mode", module.p)
+            if any(module is one for one in lora_dropouts(decoder_of(model))):
+                advice = f"{reason}{LORA_REMEDIES}"
+            elif any(module is one for one in lora_dropouts(model)):
+                advice = f"{reason}lora_dropout=0.0, or leave this module out of LoRA's target_modules"
+            elif isinstance(model, GenericForTokenClassification) and module is getattr(model, "dropout", None):
+                advice = f"{reason}classifier_dropout=0.0 in its configuration (from_pretrained takes it)"
+            raise FirstUseError(message + advice, "dropout")
     if not model.training:
         return
     for field, value in fields_of(text_config(model.config).to_dict()):

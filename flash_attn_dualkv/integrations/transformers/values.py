@@ -32,6 +32,7 @@ def shared_prompt_values(
     rows: Tensor | None = None,
     *,
     self_check: bool = True,
+    share_lora_dropout: bool = False,
 ) -> Tensor:
     """Values of a reward model, a classifier or a critic for a micro-batch; each shared token is computed once.
 
@@ -44,7 +45,7 @@ def shared_prompt_values(
             each scored token (a critic's), `batch.last_rows`, `batch.rows_of(tokens)`. None: one of each sequence, at
             the row that sequence classification takes: that of its last token that is not the configuration's
             pad_token_id.
-        self_check: as of `shared_prompt_forward`.
+        self_check, share_lora_dropout: of `shared_prompt_forward`.
 
     Returns:
         (n, num_labels), or (sequences, num_labels), in the order of `rows` or of the sequences, in the head's
@@ -53,15 +54,17 @@ def shared_prompt_values(
     Raises:
         SharedPromptError: a model with another head, or a forward of its own; rows that are not as described, or None
             for token classification; what `shared_prompt_forward` refuses.
-        SharedPromptLayoutError: as there.
+        SharedPromptLayoutError: an attention layer has not got the layout.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_prefix_tree)")
     checks.flag("self_check", self_check)
+    checks.flag("share_lora_dropout", share_lora_dropout)
     classifier = causal_lm_of(model)
     with lock_of(classifier):
         check_classifier(classifier)
         check_attention(classifier.config)
-        check_first_use(classifier, batch.input_ids.device, model=model, self_check=self_check)
+        first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
+        check_first_use(classifier, batch.input_ids.device, model=model, **first_use)
         check_vocabulary(classifier, batch)
         check_length(classifier, batch.layout.max_sequence)
         wanted = _pooled_rows(classifier, batch) if rows is None else checked_rows(rows, batch)
@@ -109,7 +112,7 @@ def values_of_rows(classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Ten
 
 
 def _values_as_wrapped(stock: Callable[..., Any], classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """As `values_of_rows`, inside what a library has put around the model's forward: accelerate's autocast, say."""
+    """Values of some rows, inside what a library has put around the model's forward: accelerate's autocast, say."""
     with kept_outputs(classifier.score) as found:
         stock(**{**inputs, "attention_mask": None, "return_dict": True})
     if len(found) != 1:

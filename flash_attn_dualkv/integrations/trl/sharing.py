@@ -81,7 +81,8 @@ class Sharing:
         self.tally.add(tokens, tokens, refusal.reason)
         if refusal.reason not in self._announced:
             self._announced.add(refusal.reason)
-            logger.warning(f"Prompts are not shared where this holds ({refusal.reason}): {refusal.message}")
+            message = refusal.told(ids, mask)
+            logger.warning(f"Prompts are not shared where this holds ({refusal.reason}): {message}")
 
     def install(self, model: Any) -> None:
         """Let a model that has TRL's forward share prompts."""
@@ -243,7 +244,7 @@ class SharedForward:
         if self._unsupported is not None:
             raise Refused(*self._unsupported)
         advice = " (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)"
-        check_model(self.causal_lm, device, self_check=self.sharing.options.self_check, about_dropout=advice)
+        check_model(self.causal_lm, device, about_dropout=advice, **self.sharing.options.first_use)
 
     @torch.compiler.disable(recursive=False)
     def _run(self, batch: PackedBatch, row: dict[str, Any]) -> Any:
@@ -366,7 +367,7 @@ def _unpack(output: Any, is_scored: Tensor, batch: PackedBatch) -> Any:
 
 @torch.compiler.disable
 def _loss(output: Any, num_items: Any, aux_weight: float) -> Tensor:
-    """As of TRL's forward for a padded batch; that of the packed row counts scored rows that samples share once.
+    """The loss of TRL's forward for a padded batch; that of the packed row counts scored rows that samples share once.
 
     Args:
         output: for the padded batch.

@@ -40,8 +40,15 @@ class SharedPromptMixin(SiblingsTogetherMixin):
     """Put before a trainer of TRL: `class MyTrainer(SharedPromptMixin, MyGRPOTrainer)`.
 
     Args:
-        min_dedup_ratio, max_responses_per_group, self_check, min_shared, drop_unread: see `fallback.Options`.
-        verify_first_steps: as there, of the policy's forwards; log-probabilities are compared.
+        min_dedup_ratio: with less than so many times fewer tokens stock attention runs.
+        max_responses_per_group: larger groups are divided, each part with its own prompt; or None.
+        verify_first_steps: so many of the policy's forwards are computed by stock attention too; if log-probabilities
+            differ by more than rounding, sharing is switched off on all ranks.
+        self_check: try a pair of short sequences before the first forward in each mode and with each set of adapters.
+        min_shared: the fewest tokens that a node behind the prompts must save; None: prompts alone are shared.
+        drop_unread: rows that nobody reads leave before the last layers.
+        share_lora_dropout: let LoRA's dropout draw one mask for the one copy of a prompt, where stock training draws
+            one for each completion: another regulariser, and not exact. False: with LoRA's dropout nothing is shared.
 
     Everything else is the trainer's.
 
@@ -58,6 +65,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self_check: bool = True,
         min_shared: int | None = MIN_SHARED,
         drop_unread: bool = True,
+        share_lora_dropout: bool = False,
         **kwargs: Any,
     ) -> None:
         given = dict(
@@ -67,6 +75,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             self_check=self_check,
             min_shared=min_shared,
             drop_unread=drop_unread,
+            share_lora_dropout=share_lora_dropout,
         )
         self._sharing_options = Options.checked({name: (name, value) for name, value in given.items()})
         self._verification = Verification(verify_first_steps, "policy")
@@ -158,26 +167,26 @@ def _warn_of_small_batches(args: Any) -> None:
 
 
 class SharedPromptGRPOTrainer(SharedPromptMixin, GRPOTrainer):
-    """GRPOTrainer with every prompt computed once; see `SharedPromptMixin` for its arguments."""
+    """GRPOTrainer with every prompt computed once; arguments of `SharedPromptMixin`."""
 
 
 class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
-    """RLOOTrainer with every prompt computed once; see `SharedPromptMixin` for its arguments."""
+    """RLOOTrainer with every prompt computed once; arguments of `SharedPromptMixin`."""
 
 
 class SharedPromptDPOTrainer(SharedPromptMixin, DPOTrainer):
-    """DPOTrainer whose chosen and rejected completions share a prompt; see `SharedPromptMixin`."""
+    """DPOTrainer whose chosen and rejected completions share a prompt; arguments of `SharedPromptMixin`."""
 
 
 class SharedPromptSFTTrainer(SharedPromptMixin, SFTTrainer):
-    """SFTTrainer whose samples share what they begin with, such as a system prompt; see `SharedPromptMixin`.
+    """SFTTrainer whose samples share what they begin with (system prompts); arguments of `SharedPromptMixin`.
 
     Any tokens may be trained: completions, the assistant's turns, or all.
     """
 
 
 class SharedPromptRewardTrainer(SharedPromptMixin, RewardTrainer):
-    """RewardTrainer whose chosen and rejected sequences share what they begin with; see `SharedPromptMixin`.
+    """RewardTrainer whose chosen and rejected sequences share what they begin with; arguments of `SharedPromptMixin`.
 
     There is no prompt but what is equal, so that `min_shared` must be a number, and `max_responses_per_group` None.
     """

@@ -24,6 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..divided import same_on_all_ranks
+from ..fallback import Refusal
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.images import check_images, check_placeholders, placeholders_of
@@ -76,7 +77,7 @@ class _SharedPrompts(SharedPrompts):
         self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None
 
-    def _refusal_now(self) -> str | None:
+    def _refusal_now(self, data: TensorDict) -> str | None:
         """Why the model cannot share in its mode with its adapters; all ranks ask together."""
         if self.refusal is not None or (get_device_name() == "cuda" and self._kernels_lack()):
             return self.refusal
@@ -87,10 +88,13 @@ class _SharedPrompts(SharedPrompts):
         try:
             with patches.stock_layers(), autocast:
                 # Micro-batches are other ones than verl's, and as many as they need.
-                options: dict[str, Any] = dict(self_check=self.options.self_check, stateless=[self.stock_module])
+                options = dict(self.options.first_use, stateless=[self.stock_module])
                 check_first_use(self.decoder, device, model=self.module, **options)
         except SharedPromptError as error:
-            self._announce(f"prompts are NOT shared: {error}")
+            if str(error) not in self.announced:
+                self.announced.add(str(error))
+                refusal = Refusal(getattr(error, "reason", "model"), str(error))
+                self._announce(f"prompts are NOT shared: {refusal.told(data['input_ids'])}")
             return str(error)
         return None
 

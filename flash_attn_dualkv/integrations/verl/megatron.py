@@ -79,7 +79,7 @@ class _SharedPrompts(SharedPrompts):
             return str(error)
         return None
 
-    def _refusal_now(self) -> str | None:
+    def _refusal_now(self, data: TensorDict) -> str | None:
         if self.refusal is not None:
             return self.refusal
         try:
@@ -186,7 +186,7 @@ class _SharedPrompts(SharedPrompts):
             set_model_router_replay_action(chunk, RouterReplayAction.REPLAY_BACKWARD)
 
     def _output(self, model: Any, batch: PackedBatch, micro_batch: TensorDict) -> Any:
-        """As verl's model has it: on the last stage jagged by sample, on others what the next one needs."""
+        """The output of verl's model: on the last stage jagged by sample, on others what the next one needs."""
         raise NotImplementedError
 
 

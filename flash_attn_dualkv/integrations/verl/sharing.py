@@ -48,8 +48,8 @@ class SharedPrompts:
 
     # What each engine says for itself
 
-    def _refusal_now(self) -> str | None:
-        """Why the model cannot share in its mode; all ranks ask together."""
+    def _refusal_now(self, data: TensorDict) -> str | None:
+        """Why the model cannot share in its mode, to be said once of these samples; all ranks ask together."""
         raise NotImplementedError
 
     def _dtype(self) -> torch.dtype:
@@ -79,7 +79,7 @@ class SharedPrompts:
 
         Args:
             name: of the model.
-            config: see above.
+            config: of transformers, what the kernels are asked about.
             ranks: that work on the same samples.
             attach: prepares the model, or says why it cannot be. Where one rank cannot, no rank shares: stages of a
                 pipeline would wait for each other.
@@ -111,7 +111,7 @@ class SharedPrompts:
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         if not self.options.enabled:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-        self.refusal_now = self._refusal_now()
+        self.refusal_now = self._refusal_now(data)
         run = functools.partial(self._run, data, loss_function, forward_only)
         kind = "infer" if forward_only else "train"
         # Verification drops the gradients of the first of its two runs, and would drop all others.
