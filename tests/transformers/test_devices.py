@@ -202,3 +202,17 @@ def test_layers_on_two_gpus(name: str, owner: int, forward: Any) -> None:
     got = results(forward, model, batch)
     check_equal(got[0], expected[0], 1e-2)
     check_gradients(got[1], expected[1], 5e-2)
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_batch_on_meta(place):
+    """It was packed for shapes alone, or moved with them: nothing of it can be computed, nor tried."""
+    model = tiny_model("llama").to(place)
+    batch = MIXED.pack()
+    for one in (batch.to("meta"), MIXED.pack(device="meta")):
+        with pytest.raises(SharedPromptError, match="^batch: expected inputs that have values .*, got one on meta"):
+            dualkv.shared_prompt_forward(model, one)
+    dualkv.install_layout_hook(model)
+    inputs = dict(input_ids=one.input_ids[None], position_ids=one.position_ids[None], use_cache=False)
+    with pytest.raises(SharedPromptError, match="got one on meta"):
+        model(**inputs, shared_prompt_layout=one.layout)

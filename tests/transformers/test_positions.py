@@ -117,16 +117,24 @@ FOUR_ROWS = pack_shared_prompts([[5, 6]] * 2, [[7], [8]], boundary="gather")  # 
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_positions_without_the_dimension_of_rows(hooked):
-    """They would be broadcast over heads, silently where there are as many of these as rows."""
-    model, own = tiny_model("llama", num_key_value_heads=4), FOUR_ROWS.position_ids
+    """They would be broadcast over heads, silently where there are as many of these as rows; else RoPE stumbles."""
+    model = tiny_model("llama", num_key_value_heads=4)
     if hooked:
         dualkv.install_layout_hook(model)
-    elif VERSION < (5, 0):
-        pytest.skip("RoPE of older versions raises an error of its own")
-    for positions in (own, own[:, None], own.expand(2, -1)) if hooked else (own,):
+    for batch in (FOUR_ROWS, BATCH):
+        own = batch.position_ids
+        for positions in (own, own[:, None], own.expand(2, -1)):
+            with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
+                call(model, batch, position_ids=positions)
+        call(model, batch, position_ids=own[None])
+
+
+def test_the_attention_of_a_model_that_is_changed():
+    model = tiny_model("llama", attention="sdpa")
+    model.set_attn_implementation("dualkv")
+    for one in (model, copy.deepcopy(model)):
         with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
-            call(model, FOUR_ROWS, position_ids=positions)
-    call(model, FOUR_ROWS, position_ids=own[None])
+            call(one, position_ids=BATCH.position_ids)
 
 
 # --- positions without a layout ---------------------------------------------------------------------------------------

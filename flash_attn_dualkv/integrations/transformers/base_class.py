@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What `register` and `wrap` add to transformers' base class, for calls that never reach the attention functions.
 
-Two mistakes become errors that say what to do: a model without transformers' attention interface, which raises a bare
-KeyError, and labels that a stock loss would shift by one row, which is wrong for a packed row. Registered names are for
+Three mistakes become errors that say what to do: a model without transformers' attention interface, which raises a bare
+KeyError, positions without the dimension of rows, over which rotary embeddings stumble, and labels that a stock loss
+would shift by one row, which is wrong for a packed row. Registered names are for
 decoders of text: other parts of a model (vision, audio) stay on the stock attention that they have or would choose. And
 continuous batching, which knows stock names alone, runs on what a registered name stands for without a layout.
 """
@@ -20,7 +21,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ...checks import explain
 from ...errors import SharedPromptError
 from ..replacing import in_place_of, replace_once
-from .support import text_config, tower_configs
+from .support import check_one_row, text_config, tower_configs
 
 # Attention implementations made by `register`, and the fallback of each.
 own_names: dict[str, str] = {}
@@ -61,6 +62,12 @@ def _checked_loss(stock: Callable[[Any], Callable[..., Any]]) -> Callable[[Any],
     return loss_function
 
 
+def _check_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Hook before a model on a registered name."""
+    if kwargs.get("shared_prompt_layout") is not None:
+        check_one_row(kwargs.get("position_ids"))
+
+
 def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
     def get_correct_attn_implementation(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         # Towers get no choice here, before they are made: they then choose as stock ones do.
@@ -73,6 +80,8 @@ def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
             if any(name.endswith("ATTENTION_CLASSES") for name in names):
                 expected = "a model whose attention goes through transformers' interface (a newer version may have it)"
                 raise SharedPromptError(explain("attn_implementation", expected, type(model).__name__))
+        if requested_attention in own_names and _check_positions not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(_check_positions, with_kwargs=True)
         return stock(model, requested_attention, *args, **kwargs)
 
     return get_correct_attn_implementation
