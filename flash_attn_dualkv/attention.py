@@ -80,7 +80,7 @@ def flash_attn_dualkv_varlen_func(
         context_seqlen: rows of k_context; with `cu_seqlens_context` the longest context. By these
             three the backward chooses among its kernels: wrong ones cost time, never exactness.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
-        causal: see above; without it a row sees all keys of its sequence.
+        causal: a row sees no key behind it; without, it sees all keys of its sequence.
         cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1 of k_context. None:
             one group.
         cu_seqs_per_context: (G+1,) int32, from 0 to N: group g owns the sequences [g] .. [g+1] - 1.
@@ -166,8 +166,7 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
     """Attention without a shared context, called as FlashAttention 2's function of this name.
 
-    It is the context-free case of `flash_attn_dualkv_varlen_func`, which see for everything not
-    said here.
+    It is the context-free case of `flash_attn_dualkv_varlen_func`, by the same kernels.
 
     Args:
         q: (total_q, H, d).
@@ -175,8 +174,12 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (N+1,) int32.
         max_seqlen_q, max_seqlen_k: the longest lengths, >= 0.
         dropout_p, alibi_slopes, block_table: not implemented; only the defaults are accepted.
-        softmax_scale, causal, window_size, softcap, deterministic: as there, except that `causal`
-            defaults to False.
+        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
+        causal: aligned to the bottom right; without it a row sees all keys of its sequence.
+        window_size: (left, right): a row sees `left` positions before its own, or all with -1;
+            `right` matters only without `causal`: -1, or 0 for causality.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c).
+        deterministic: gradients bit-identical from run to run.
         return_attn_probs: return (out, lse, None) as FlashAttention does without dropout.
 
     Returns:
@@ -184,7 +187,9 @@ def flash_attn_varlen_func(
 
     Raises:
         NotImplementedError: an option that is not implemented is used; the message names it.
-        TypeError, ValueError, RuntimeError: as there.
+        TypeError, ValueError: an argument is not as described; the message names it. Values of
+            offsets are checked on the CPU, and on a GPU only with DUALKV_DEBUG=1.
+        RuntimeError: CUDA tensors in an installation without kernels.
     """
     checks.flag("return_attn_probs", return_attn_probs)
     checks.check_unimplemented(dropout_p, alibi_slopes, block_table)

@@ -69,7 +69,7 @@ class ForwardCall(NamedTuple):
 
     q: (total_q, H, d). k, v: (rows, H_k, d) and (rows, H_k, d_v). k_decoded, v_decoded: rows that
     follow those of k and v; or None. sinks: (H,), a score of each query head that joins the softmax
-    but carries no value; or None. nodes: (n, 8) int32, see `nodes.Node`.
+    but carries no value; or None. nodes: (n, 8) int32, the table of `nodes.Node`.
     """
 
     q: Tensor

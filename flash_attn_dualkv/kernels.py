@@ -179,7 +179,7 @@ def uninitialised(beside: Tensor, shape: tuple[int, ...], dtype: torch.dtype | N
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """The same for a gradient."""
+    """A new contiguous tensor for the gradient of a tensor, which kernels will write entirely."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
@@ -244,7 +244,7 @@ def backward(call: BackwardCall) -> list[Tensor]:
 
 
 def sequence_nodes(offsets: tuple[Tensor, Tensor, Tensor | None, Tensor | None], total_context: int | None) -> Tensor:
-    """As `nodes.sequence_nodes`, whose four offsets it takes, without a look at the values."""
+    """The table of sequences, from offsets whose values are not looked at: of queries, keys, contexts and groups."""
     cu_seqlens_q, _, cu_seqlens_context, _ = offsets
     device = cu_seqlens_q.get_device()
     if device != current_device():
@@ -264,7 +264,7 @@ def sequence_nodes(offsets: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
 
 
 def tree_nodes(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
-    """As `nodes.tree_nodes`, without a look at the values."""
+    """The table of the nodes of trees, from tensors whose values are not looked at."""
     device = cu_seqlens.get_device()
     if device != current_device():
         with torch.cuda.device(device):

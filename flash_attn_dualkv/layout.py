@@ -29,7 +29,7 @@ class SharedPromptLayout(SeparatelyPickled):
     followed by its responses. The layout holds one integer tensor and host integers, once per micro-batch.
 
     Attributes:
-        nodes: (n, 8) int32, what the attention operators read, see `nodes.Node`.
+        nodes: (n, 8) int32, what the attention operators read: the table of `nodes.Node`.
         node_lens: (n,) rows of each node.
         node_parents: (n,) the node that each continues; -1 for prompts and other roots.
         max_sequence: the most rows of a path: of a response together with its context.
@@ -43,8 +43,7 @@ class SharedPromptLayout(SeparatelyPickled):
         input_ids: (T,) int64, those of that batch, or None. Another batch's are refused; copies are not known.
         query_rows: (m,) int64, rising: the rows that are queries, of a layout that is another one's `late`. Its nodes
             have these, and the keys of all rows. None: all rows.
-        late: the layout of a model's last layers, before which rows that nobody reads leave, see `reading`. None: all
-            rows stay.
+        late: the layout of a model's last layers, before which rows that nobody reads leave. None: all rows stay.
     """
 
     nodes: Tensor

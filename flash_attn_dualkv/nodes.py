@@ -59,7 +59,9 @@ def sequence_nodes(
     """Table of sequences in packed order, aligned to the bottom right, from offsets whose values are checked here.
 
     Args:
-        cu_seqlens_q, cu_seqlens_context, cu_seqs_per_context: as of `flash_attn_dualkv_varlen_func`.
+        cu_seqlens_q: (N+1,) int32, where the sequences begin in q.
+        cu_seqlens_context: (G+1,) int32, where the contexts begin; None for one or none.
+        cu_seqs_per_context: (G+1,) int32, the first sequence of each context.
         cu_seqlens_k: (N+1,) int32, where the sequences' own keys begin in k, or with contexts in k_decoded.
         total_context: rows of all contexts, which are those of k; None for sequences without contexts.
 
@@ -101,7 +103,8 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     """Table of the nodes of trees whose rows are queries and keys alike, from tensors whose values are checked here.
 
     Args:
-        cu_seqlens, parents: as of `flash_attn_tree_varlen_func`.
+        cu_seqlens: (n+1,) int32, where the nodes begin.
+        parents: (n,) int32, the node that each continues, -1 for roots.
         total: rows of the packed tensors; those behind the last node are padding.
 
     Returns:
@@ -154,7 +157,8 @@ def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tu
     which there is no query are left out.
 
     Args:
-        lengths, parents: as for `tree_table`; the keys of all nodes lie one behind the other.
+        lengths: rows of each node, depth first; the keys of all nodes lie one behind the other.
+        parents: the node that each continues, -1 for roots.
         runs: [begin, end) of rows, in ascending order, of which the queries are here, one run behind the other.
     """
     starts = [*accumulate(lengths, initial=0)]

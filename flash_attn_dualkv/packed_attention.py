@@ -40,8 +40,8 @@ def flash_attn_tree_varlen_func(
     row sees the rows of its own node up to itself and all rows of the nodes above: what it would
     see in a sequence of its own. Any depth and any number of trees run in one call, and every row
     is stored and computed once. The gradients of a node's keys and values sum over its whole
-    subtree in float32 and are rounded once. What is not said here is as in
-    `flash_attn_dualkv_varlen_func`.
+    subtree in float32 and are rounded once. Dtypes, devices, head dims and strides are those that
+    `flash_attn_dualkv_varlen_func` takes.
 
     Args:
         q: (T, H, d). k, v: (T, H_k, d) and (T, H_k, d_v).
@@ -49,8 +49,13 @@ def flash_attn_tree_varlen_func(
             Rows behind the last node are padding: out 0, LSE -inf, gradients 0.
         parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in
             depth-first order: a node, then its subtree.
-        softmax_scale, window_size, softcap, sinks, deterministic, return_lse: as there; positions
-            are those of a row's path.
+        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
+        window_size: (left, right): a row sees `left` positions of its path before its own, or all
+            with -1; `right` changes nothing.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c).
+        sinks: (H,), one score of each head that joins the softmax of every row without a value.
+        deterministic: gradients bit-identical from run to run.
+        return_lse: return the log-sum-exp of the scaled scores too; it is differentiable.
         mean_keys: how many rows of its path a row sees on average, rounded up (`mean_keys` of a
             layout); the row count if None. By it the backward chooses its kernels, some of which
             are fast for few keys: a wrong number costs time, never exactness.
@@ -59,8 +64,10 @@ def flash_attn_tree_varlen_func(
         out (T, H, d_v), or with `return_lse` the pair (out, lse), lse (H, T).
 
     Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: as there; cu_seqlens and parents
-            are checked as offsets are.
+        TypeError, ValueError: an argument is not as described; the message names it. Values of
+            cu_seqlens and parents are checked on the CPU, and on a GPU only with DUALKV_DEBUG=1.
+        NotImplementedError: a softcap that the CUDA kernels lack.
+        RuntimeError: CUDA tensors in an installation without kernels.
     """
     q, k, v = checks.inputs(_NAMES, (q, k, v))
     checks.check_pair_shape(q, "k", k, "v", v)
@@ -91,7 +98,7 @@ def shared_prompt_attention(
     Every row sees what its sequence would see with a copy of the prompt of its own: the rows of its
     path, up to itself. One launch computes all groups, and autograd records one node. The gradients
     of a prompt's keys and values sum over its own rows and all of its responses in float32 and are
-    rounded once. What is not said here is as in `flash_attn_dualkv_varlen_func`.
+    rounded once. Dtypes, head dims and strides are those that `flash_attn_dualkv_varlen_func` takes.
 
     Args:
         q: (T, H, d), float32 and float64 too in the reference. k, v: (T, H_k, d) and (T, H_k, d_v).
@@ -101,15 +108,18 @@ def shared_prompt_attention(
             layout is that of the same batch: `batch.position_ids` or a view of it, no copy. It is
             compared by its place in memory, which costs nothing, and in compiled code is not done.
             None: the layout is taken as it is.
-        softmax_scale, sinks, deterministic: as there.
+        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         sliding_window: a row sees so many positions of its sequence, its own the last; or None.
-        softcap: as there; None or 0 leaves scores as they are.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); None or 0 leaves them as
+            they are.
+        sinks: (H,), one score of each head that joins the softmax of every row without a value.
         backend: "cuda" for the kernels; "cudnn" for cuDNN Flex Attention (nvidia-cudnn-frontend),
             and the kernels for what that lacks; "reference" for the implementation in PyTorch,
             which is exact and bounded in memory, but slow, and reads the layout back from a GPU.
             "auto": the reference on CPU tensors, cuDNN on data-center Blackwell where it is
             installed and code is not compiled, and the kernels on all other GPUs. Compiled code
             leaves its graph for cuDNN where that is asked for.
+        deterministic: gradients bit-identical from run to run.
 
     Returns:
         out (T, H, d_v), contiguous, in the dtype of q; 0 in padding rows.
@@ -117,7 +127,8 @@ def shared_prompt_attention(
     Raises:
         SharedPromptError (a ValueError), TypeError, ValueError: an argument is not as described.
         SharedPromptLayoutError: the rows, the device or the positions are not the layout's.
-        NotImplementedError, RuntimeError: as there.
+        NotImplementedError: a softcap that the CUDA kernels lack.
+        RuntimeError: CUDA tensors in an installation without kernels.
     """
     q, k, v = checked_tensors(q, k, v, sinks, backend)
     _check_layout(layout, q, k)
@@ -135,7 +146,7 @@ def shared_prompt_attention(
 
 
 def checked_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, backend: str) -> list[Tensor]:
-    """q, k and v as attention of packed rows takes them; what it raises, see `shared_prompt_attention`."""
+    """q, k and v as attention of packed rows takes them; an error names what is not as described."""
     checks.choice("backend", backend, BACKENDS)
     q, k, v = checks.inputs(_NAMES, (q, k, v), checks.CPU_DTYPES if backend == "reference" else None)
     if backend in ("cuda", "cudnn") and not q.is_cuda:

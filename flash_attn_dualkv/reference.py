@@ -202,7 +202,7 @@ class Problem:
         block.of(values).copy_(part.unflatten(1, (values.shape[1], -1)))
 
     def scores(self, block: QueryBlock, keys: KeyBlock, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores of scaled queries within the softcap, -inf where hidden; and what is hidden, see `fill`."""
+        """Scores of scaled queries within the softcap, -inf where hidden; and what is hidden."""
         scores = q @ k.transpose(1, 2)
         if self.softcap != 0.0:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -222,7 +222,7 @@ def by_head(rows: Tensor, kv_heads: int) -> Tensor:
 
 
 def row_values(values: Tensor, kv_heads: int) -> Tensor:
-    """(H, total_q) likewise, with a d of 1."""
+    """(H, total_q) as (KV heads, query heads per KV head, total_q, 1), a view."""
     return by_head(values.transpose(0, 1)[:, :, None], kv_heads)
 
 
@@ -241,7 +241,7 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
         node or see no key are 0 and -inf (with sinks, a row that sees no key has its sink as LSE).
 
     Raises:
-        ValueError: the table is not consistent, see `nodes.checked_nodes`.
+        ValueError: the table is not consistent.
     """
     problem, q = Problem.of(call), call.q
     out = torch.zeros((*q.shape[:2], call.v.shape[2]), dtype=q.dtype, device=q.device)

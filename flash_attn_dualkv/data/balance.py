@@ -32,7 +32,8 @@ def balance(
     such rank is divided among those with most room.
 
     Args:
-        groups, prompt_lens, response_lens: as for `split_by_token_budget`.
+        groups: a tree (`group_by_prefix`), or of each prompt the indices of its samples (`group_by_prompt`).
+        prompt_lens, response_lens: (B,) tokens; None with a tree.
         num_ranks: how many lists to make, no more than samples.
         token_cost: of the work that is done token by token, in pairs; 0 balances attention alone.
         equal_counts: whether ranks get equally many samples, or where they do not divide them, some get one more.

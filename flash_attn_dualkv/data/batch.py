@@ -31,7 +31,7 @@ class Distinct(NamedTuple):
 
     Attributes:
         chosen: (U,) int64, which of all scored tokens; None: all, as none is shared.
-        places: (sum R,) int64, the place of each scored token among these; None likewise.
+        places: (sum R,) int64, the place of each scored token among these; None where all are chosen.
     """
 
     chosen: Tensor | None = None
@@ -58,8 +58,7 @@ class PackedBatch(SeparatelyPickled):
         position_ids: (T,) int64, the position of each row in its sequences, from 0; 0 in padding.
         layout: what the attention layers need.
         tree: which tokens the sequences share, on the host.
-        row_labels: (T,) int64, the first of the scored tokens that a row scores; -100 where there is none. See
-            `labels`.
+        row_labels: (T,) int64, the first of the scored tokens that a row scores; -100 where there is none.
         token_index: (sum R,) int64, the row whose logits score each scored token, sequence by sequence in original
             order: that of the token before it. A row before a branch scores several different tokens.
         targets: (sum R,) int64, the scored tokens themselves in that order.
@@ -73,7 +72,7 @@ class PackedBatch(SeparatelyPickled):
         own_labels: whether each scored token is known to have a row of its own, without reading `row_labels`.
         row_values: by name, (..., T) what was given for the tokens, 0 in padding.
         group_values: by name, what was given for the sequences: one value for each root.
-        group_images: likewise, the tensors of images; None for a root without.
+        group_images: by name, the images of each root; None for one without.
     """
 
     input_ids: Tensor
@@ -177,7 +176,7 @@ class PackedBatch(SeparatelyPickled):
 
     @cached_property
     def late_layout(self) -> SharedPromptLayout | None:
-        """The layout of layers before which the rows leave that score nothing, see `SharedPromptLayout.reading`."""
+        """The layout of layers before which the rows leave that score nothing; None if all stay."""
         return self.layout.reading(self.token_index)
 
     @kept

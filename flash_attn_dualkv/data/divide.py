@@ -36,7 +36,7 @@ def divide_rows(
         node_lens, parents: of a layout: rows of each node, depth first, and the node that each continues or -1.
         ranks: how many share the row.
         chunks: of each rank; fewer where they would be shorter than two tiles, but no fewer than 2.
-        tile: see above; 1 to cut anywhere.
+        tile: cuts inside of nodes are at multiples of so many rows; 1 to cut anywhere.
 
     Returns:
         For each rank runs [begin, end) of rows, in ascending order; together all rows of nodes, once.

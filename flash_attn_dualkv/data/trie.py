@@ -41,7 +41,8 @@ def build_tree(
         tokens: of all sequences, one after the other, int64 on the host, none negative.
         lengths: of the sequences.
         groups: only sequences with equal ones share anything; None for one group.
-        boundary, min_shared: as of `pack_prefix_tree`.
+        boundary: "gather" or "replicate", where the row before a branch lies: above it, or in each child.
+        min_shared: the fewest tokens that a node must save.
         borders: where nodes begin, instead of min_shared: of each sequence, rising, from 1 to its length. Two sequences
             share a node if they have the same borders up to its end, and the same tokens up to there and, with the
             boundary "replicate", one token further.

@@ -60,7 +60,9 @@ def unpack_to_jagged(values: Tensor, batch: PackedBatch, *, per_row: bool | None
     """Values of the scored tokens as a nested tensor of whole sequences, as verl's losses read them; differentiable.
 
     Args:
-        values, batch, per_row: as for `unpack_logprobs`.
+        values: (sum R,) one for each scored token, in the order of `token_index`; or (T,) one for each packed row.
+        batch: where they come from. Values of another batch with as many are not told from its own.
+        per_row: which of the two `values` is; None: as its length says.
 
     Returns:
         nested (B, L_i): the value of a scored token stands at the place before it, where a model's unshifted output

@@ -71,7 +71,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def options(self) -> Options:
-        """As the kernels of training have them."""
+        """The options of training's kernels, which hold for these."""
         return Options(self.softmax_scale, True, self.window_left, -1, self.softcap, False, 0, False)
 
 

@@ -128,7 +128,7 @@ def flash_attn_with_kvcache(
 
     The queries of each sequence are its last tokens. Without `plan` each call plans for itself and
     allocates the plan's memory; in a model that costs every layer what a plan costs once a step.
-    What is not said here is as in `shared_prefix_decode`.
+    Dtypes and strides are those that `shared_prefix_decode` takes.
 
     Args:
         q: (B, seqlen_q, H, d).
@@ -142,7 +142,8 @@ def flash_attn_with_kvcache(
             the cache is full, only without k.
         cache_batch_idx: (B,) int32 or int64, only without `block_table`.
         block_table: (B, columns) int32.
-        softmax_scale, softcap: as there.
+        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c).
         causal: aligned to the bottom right. With one query it changes nothing; with more, False is
             not implemented.
         window_size: (left, right); `right` matters only without `causal`.
@@ -160,7 +161,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         NotImplementedError: an option that is not implemented is used; the message names it.
-        TypeError, ValueError, RuntimeError: as there.
+        TypeError, ValueError: an argument is not as described; the message names it.
+        RuntimeError: the plan has planned no step; an input requires a gradient, of which there is
+            none.
     """
     unavailable = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad}
     for name, value in (unavailable | {"alibi_slopes": alibi_slopes}).items():

@@ -46,7 +46,7 @@ class ContextLayout(DividedLayout):
 
     Attributes:
         gather_index: (rows,) int64, of each row of the nodes its place among the rows of all ranks, rank by rank.
-        head_groups: keys and values are gathered in so many parts, see `of`.
+        head_groups: keys and values are gathered in so many parts, KV heads by KV heads.
         ranks: how many share the row.
     """
 
@@ -75,7 +75,8 @@ class ContextLayout(DividedLayout):
             head_groups: keys and values are gathered in so many parts, KV heads by KV heads, each during the attention
                 of the part before; it divides the KV heads of every layer. Less memory, and less waiting where ranks
                 are on several hosts.
-            chunks, tile: see `divide_rows`.
+            chunks: of each rank, balanced by visible keys.
+            tile: nodes are cut at multiples of so many rows.
 
         Raises:
             SharedPromptError: an argument is not as described; on all ranks, another one has failed, or rows, ids or
@@ -101,7 +102,7 @@ class ContextLayout(DividedLayout):
         chunks: int = CHUNKS,
         tile: int = ROW_TILE,
     ) -> ContextLayout:
-        """Likewise what one of so many ranks gets, without a group: for data loaders and for a look at it."""
+        """The layout that one of so many ranks gets, without a group: for data loaders and for a look at it."""
         checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
         if isinstance(layout, DividedLayout):
             raise SharedPromptLayoutError(explain("layout", "a whole row (batch.layout)", type(layout).__name__))

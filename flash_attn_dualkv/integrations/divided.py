@@ -73,7 +73,7 @@ class DividedLayout(SharedPromptLayout):
         return self.row_index
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attention of this rank's rows, (L, H, d_v); every rank must call. See `shared_prompt_attention`."""
+        """Attention of this rank's rows, (L, H, d_v); every rank must call."""
         raise NotImplementedError
 
     def check_ids(self, input_ids: Any) -> None:
@@ -95,7 +95,7 @@ class DividedLayout(SharedPromptLayout):
     def gather(self, values: Tensor) -> Tensor:
         """The whole row, (T, ...), of what ranks have, (L, ...) each; 0 in rows that no rank has. Every rank must call.
 
-        Differentiable, see `sum`.
+        Differentiable: the gradients of all ranks are summed.
         """
         checks.instance("values", values, Tensor)
         if values.dim() < 1 or len(values) != len(self._rows):

@@ -45,15 +45,15 @@ _T = TypeVar("_T")
 
 @register_model("dualkv")
 class DualKVLM(HFLM):
-    """`hf` of lm-evaluation-harness; log-likelihoods on shared prefixes, all else as there.
+    """`hf` of lm-evaluation-harness; log-likelihoods on shared prefixes, all else unchanged.
 
     Args:
-        pretrained: as of `hf`; a model that is given must run on a registered or wrapped attention.
+        pretrained: a name, or a model that runs on a registered or wrapped attention.
         max_tokens: most tokens of a micro-batch of log-likelihoods, each shared one counted once. batch_size and
             max_batch_size are those of generate_until.
         min_shared: the fewest tokens that must be saved for a beginning to be shared.
-        self_check: as of `shared_prompt_forward`.
-        **options: as of `hf`.
+        self_check: try a pair of short sequences before the first forward in each mode and with each set of adapters.
+        **options: of `hf`.
 
     Raises:
         SharedPromptError: an option that scoring has no place for (backend seq2seq, tp_plan, logits_cache=False,
@@ -93,7 +93,7 @@ class DualKVLM(HFLM):
         check_supported(config)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """As of `hf`, with the windows of all texts at once."""
+        """Log-likelihoods of whole texts, with the windows of all of them at once."""
         given = self.batch_size
         self.batch_size_per_gpu: int | str = sys.maxsize  # of windows that are handed over together
         try:

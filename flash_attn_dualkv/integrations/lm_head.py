@@ -293,7 +293,7 @@ def _has_kernels(settings: _Settings, logits: Tensor) -> bool:
 
 
 def _score_part_by_kernel(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `_score_part`; a target that is no token at all has the logit NaN, where PyTorch ends the process."""
+    """Scores of a chunk by a kernel; a target that is no token has the logit NaN, where PyTorch ends the process."""
     elsewhere = math.nan if settings.group is None else 0.0
     with_entropy = settings.with_entropy
     return kernels.score_rows(logits, targets, settings.temperature, elsewhere=elsewhere, with_entropy=with_entropy)

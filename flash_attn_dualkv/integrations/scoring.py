@@ -42,7 +42,7 @@ def scoring_batches(
     Args:
         sequences: of token ids, none empty, in any order, any of them several times.
         max_tokens: most rows of a micro-batch, or as many as the longest sequence has where these are more.
-        min_shared: the fewest tokens that a node must save, as of `pack_prefix_tree`.
+        min_shared: the fewest tokens that a node must save.
         device: of the micro-batches.
 
     Yields:

@@ -75,7 +75,9 @@ class Forest:
             q: (T, H, d), rows in the order in which they are packed, or (1, T, H, d).
             k, v: (T, H_k, d) and (T, H_k, d_v), or (1, T, H_k, d) and (1, T, H_k, d_v).
             softmax_scale: None for 1 / sqrt(d).
-            window_size, softcap, sinks: as of `flash_attn_tree_varlen_func`.
+            window_size: (left, right): a row sees `left` positions of its path before its own, or all with -1.
+            softcap: c > 0 replaces every scaled score s by c * tanh(s / c).
+            sinks: (H,), one score of each head that joins the softmax of every row without a value.
 
         Returns:
             As q, with d_v in the place of d; 0 for padding.
@@ -152,14 +154,14 @@ def flash_composed_forest_attention_fused(
     Args:
         q: (T, H, d). k: (T, H_k, d). v: (T, H_k, d_v).
         node_start, node_len, node_parent: (n,) first row, rows and parent (-1 for roots) of each
-            node, integer tensors or lists; see `Forest`.
+            node, integer tensors or lists.
         scale: of the scores; None for 1 / sqrt(d).
 
     Returns:
         (T, H, d_v).
 
     Raises:
-        ValueError: as `Forest`.
+        ValueError: they are no forest whose nodes lie one behind the other.
     """
     names = dict(node_start=node_start, node_len=node_len, node_parent=node_parent)
 

@@ -52,7 +52,7 @@ class UlyssesLayout(DividedLayout):
         """The layout of a whole packed row, or of a `ContextLayout`, divided among a group's ranks, which all call.
 
         Args:
-            layout: with a number of rows that the ranks divide; see `pad_to_multiple_of` of the packing, or of
+            layout: with a number of rows that the ranks divide, by `pad_to_multiple_of` of the packing or of
                 `ContextLayout.of`.
             group: of torch.distributed. Its ranks have the same rows of a `ContextLayout`.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -163,6 +164,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.M)
             assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], link
+
+
+@pytest.mark.parametrize("file", [*(ROOT / "flash_attn_dualkv").rglob("*.py")], ids=lambda one: one.stem)
+def test_docstrings_stand_alone(file: Path) -> None:
+    """Whoever asks for help about a function sees this one alone."""
+    elsewhere = re.compile(r"\b[Aa]s there\b|\b[Ss]ee there\b|\b[Ll]ikewise\b|\bas (of|for|in) `|\b[Ss]ee (`|above\b)")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [one for one in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(one, kinds)]
+    assert not [text for one in nodes if (text := ast.get_docstring(one)) and elsewhere.search(text)]
 
 
 def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def shared_prompt_forward(
         rows (L, 1, D), or with sequence parallelism its slice of them.
 
     Raises:
-        SharedPromptError: an argument is not as described, or the model is not installed; see `install`.
+        SharedPromptError: an argument is not as described, or the model is not installed.
         SharedPromptLayoutError: an attention layer has not got the layout.
     """
     chunk = installed_chunk(model)
@@ -81,17 +81,22 @@ def shared_prompt_forward(
 
 
 def shared_prompt_values(model: nn.Module, batch: PackedBatch, **inputs: Any) -> Tensor:
-    """Likewise of a critic, whose output layer gives one number a row, the same on all tensor-parallel ranks.
+    """Run this rank's chunk of a critic, whose output layer gives one number a row, alike on all tensor-parallel ranks.
+
+    All tensor-parallel and context-parallel ranks must call with the same batch.
 
     Args:
-        model, batch, inputs: see `shared_prompt_forward`.
+        model: a chunk that is installed, as the pipeline's schedule hands it to `forward_step_func`.
+        batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device.
+        inputs: further arguments of the chunk's forward; no `labels` and no `loss_mask`.
 
     Returns:
-        On the last stage (scored tokens,) values of the rows that score `batch.targets`, on other stages hidden states;
-        with context parallelism on all ranks, and with gradients, as of `shared_prompt_forward`.
+        On the last stage (scored tokens,) values of the rows that score `batch.targets`, on other stages hidden states.
+        With context parallelism all ranks have all values, and the gradient stays with the rank that has the row.
 
     Raises:
-        SharedPromptError, SharedPromptLayoutError: see `shared_prompt_forward`; an output of more than one number.
+        SharedPromptError: an argument is not as described, the model is not installed, or more than one number a row.
+        SharedPromptLayoutError: an attention layer has not got the layout.
     """
     chunk = installed_chunk(model)
     with same_on_all_ranks(chunk.pg_collection.cp) as common:
@@ -155,11 +160,12 @@ def score_logits(
         logits: (1, L, vocabulary / ranks), this rank's rows and part of the vocabulary, as the last stage returns them.
         batch: whose rows they are.
         layout: with context parallelism that of `SharedPackedSeqParams`; all of its ranks must call.
-        temperature, with_entropy: as in `shared_prompt_forward`, which forms fewer logits.
+        temperature: divides the logits; finite and > 0.
+        with_entropy: also compute the entropy of each distribution.
         group: the tensor-parallel process group that divides the vocabulary, in the order of its ranks; None: whole.
 
     Returns:
-        (logps, entropy), as of `shared_prompt_forward`.
+        (logps, entropy), each (scored tokens,) in float32 or float64; entropy is None unless asked for.
 
     Raises:
         SharedPromptError: an argument is not as described.

@@ -215,7 +215,7 @@ def marked(mask: Any) -> Any:
     """A mask that transformers has made of positions and padding, with a mark of that.
 
     It knows nothing of shared prompts, while a mask of the caller's own, which does not come here, may stand for a
-    layout: see `check_unpacked`.
+    layout.
     """
     if isinstance(mask, Tensor) and not torch.compiler.is_compiling():
         _whole(mask).dualkv_made = True

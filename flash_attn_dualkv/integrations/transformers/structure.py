@@ -122,7 +122,7 @@ def kept_outputs(module: nn.Module) -> Iterator[list[Any]]:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether a causal LM answers with something else than its own output, see `replaced_forward`."""
+    """Whether a causal LM answers with something else than its own output."""
     return isinstance(module.__dict__.get("forward"), _Replacement)
 
 

@@ -329,7 +329,7 @@ class Trial:
         return self._with_scores(self.decode(**inputs)[0])
 
     def _answer_as_wrapped(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> Outputs:
-        """The same inside what a library has put around the model's forward: accelerate's autocast, say."""
+        """Outputs of decoder and head, inside what is around the model's forward: accelerate's autocast, say."""
         if self.decoder is self.entry:
             return self._with_scores(stock(**inputs)[0])
         thread = threading.get_ident()

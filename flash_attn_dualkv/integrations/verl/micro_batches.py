@@ -279,7 +279,7 @@ def grouped_micro_batches(
         options: of the engine.
         reason: why nothing of it can be shared, if so.
         apart: samples that come last, in micro-batches of their own where these are dynamic.
-        kinds: see `packed_batch`.
+        kinds: which tokens may share a row; None: equal ones.
         multiple: dynamic micro-batches are as many as one of it; of fixed ones verl's engine checks that.
     """
     groups: list[list[int]] = []

@@ -71,7 +71,7 @@ def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[b
 
 
 def difference_of_norms(norm: float, expected: float) -> float:
-    """As a share of what is expected; 0 where both overflow, as fp16's first steps do until the loss scale is found."""
+    """The difference, relative to what is expected; 0 where both overflow, as fp16's first steps do."""
     if not math.isfinite(norm) and not math.isfinite(expected):
         return 0.0
     return abs(norm - expected) / max(expected, 1e-12)
