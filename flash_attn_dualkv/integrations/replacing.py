@@ -39,7 +39,7 @@ def stock_of(function: Any) -> Any:
 
 
 def replace_once(owner: Any, name: str, make: Make) -> None:
-    """Put make(stock) in the place of an attribute, if nothing stands in its place yet; see `replace_all`."""
+    """Put make(stock) in the place of an attribute, if nothing stands in its place yet, by `replace_all`."""
     replace_all([(owner, name, make)])
 
 
