@@ -209,7 +209,7 @@ def chosen(every: list[Implementation], words: Sequence[str]) -> list[Implementa
     """
     ours, *others = every
     if not words:
-        return [ours, *(one for one in others if not one.missing() and not one.is_deterministic)]
+        return [ours, *(one for one in others if not one.missing() and not (one.is_deterministic or one.is_optional))]
 
     def fits(word: str, one: Implementation) -> bool:
         return word in one.name or word == f"={one.name}"

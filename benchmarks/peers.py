@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +41,7 @@ class Implementation:
         refuses: why a shape cannot be measured; "" if it can.
         package: the key of ``PACKAGES`` that it needs.
         is_deterministic: which is a matter of the backward; measured only where --impls names it.
+        is_optional: measured only where --impls names it.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Implementation:
     refuses: Callable[[Shape], str] = lambda shape: ""
     package: str | None = None
     is_deterministic: bool = False
+    is_optional: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -122,6 +125,40 @@ def deterministic(impl: Implementation) -> Implementation:
     """The same in deterministic mode."""
     arrange, name = partial(cast(Any, impl.arrange), deterministic=True), f"{impl.name}_deterministic"
     return replace(impl, name=name, arrange=arrange, is_deterministic=True)
+
+
+class _Portable(torch.autograd.Function):
+    """Around a call: forward and backward inside run on the portable kernels of a Hopper GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, begins: bool, *tensors: Tensor) -> Any:
+        ctx.begins = begins
+        return _Portable.switched(begins, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *_Portable.switched(not ctx.begins, gradients)
+
+    @staticmethod
+    def switched(begins: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # The library asks at each launch.
+        os.environ.update({"DUALKV_KERNELS": "sm80"}) if begins else os.environ.pop("DUALKV_KERNELS", None)
+        return tuple(one.view_as(one) for one in tensors)
+
+
+def portable() -> Implementation:
+    """The kernels that serve an A100, in the same process as Hopper's."""
+
+    def arrange(shape: Shape, device: torch.device) -> list[Arrangement]:
+        (one,) = arrange_ours(shape, device)
+
+        def attention(*tensors: Tensor) -> Tensor:
+            (out,) = _Portable.apply(False, one.attention(*_Portable.apply(True, *tensors)))
+            return cast(Tensor, out)
+
+        return [replace(one, attention=attention)]
+
+    return Implementation("dualkv_sm80", arrange, is_optional=True)
 
 
 # --- masks over packed rows: FlexAttention, cuDNN Flex Attention ----------------------------------------------------
@@ -320,4 +357,5 @@ def layer_implementations(kernels: str | None) -> list[Implementation]:
 
 def kernel_implementations(kernels: str | None) -> list[Implementation]:
     """Attention alone."""
-    return [*layer_implementations(kernels), deterministic(ours(kernels)), deterministic(cudnn_flex())]
+    found = [*layer_implementations(kernels), deterministic(ours(kernels)), deterministic(cudnn_flex())]
+    return [*found, portable()] if kernels == "sm90" else found
