@@ -25,7 +25,7 @@ from shapes import Shape
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from flash_attn_dualkv.predict import ModelShape
+from flash_attn_dualkv.cli.predict import ModelShape
 
 ROPE_BASE, EPS, WEIGHT_STD = 1e6, 1e-6, 0.02
 # The mean weight of norms of query and key heads. At 1 the scores of random tokens are nearly equal

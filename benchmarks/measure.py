@@ -23,7 +23,7 @@ from peers import Implementation
 from shapes import Shape
 from torch import Tensor
 
-from flash_attn_dualkv.predict import DIRECTIONS, GIB
+from flash_attn_dualkv.cli.predict import DIRECTIONS, GIB
 
 SAMPLED_ROWS = 2048
 SLOW_MS = 1000.0  # a pass this long needs no warm-up: what is loaded once, and the card's rest, are small beside it

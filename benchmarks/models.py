@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flash_attn_dualkv.predict import MODELS, ModelShape
+from flash_attn_dualkv.cli.predict import MODELS, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

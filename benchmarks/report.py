@@ -23,7 +23,7 @@ from models import FamilyModel
 from pages import COLORS, ResultError, filled, load, markdown, milliseconds, number, read, save
 from shapes import parse, title
 
-from flash_attn_dualkv.predict import DIRECTIONS
+from flash_attn_dualkv.cli.predict import DIRECTIONS
 
 sys.path.append(str(Path(__file__).with_name("trainers")))
 

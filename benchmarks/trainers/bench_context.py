@@ -65,8 +65,8 @@ def long_tree(tokens: int, model: str, layers: int | None) -> Shape:
 
 def divided(mode: str, layout: Any) -> Any:
     """The layout of this rank; None for the whole row."""
-    from flash_attn_dualkv.integrations.context_parallel import ContextLayout
-    from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
+    from flash_attn_dualkv.parallel.context import ContextLayout
+    from flash_attn_dualkv.parallel.ulysses import UlyssesLayout
 
     if mode == "one":
         return None

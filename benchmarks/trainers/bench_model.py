@@ -175,7 +175,7 @@ def stock_step(shape: Shape, ids: Tensor, model: Any, leaves: list[int], length:
 
 def log_probabilities(shape: Shape, model: Any, inputs: dict[str, Tensor], at: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities of the targets (n,) by rows ``at`` of the output; the LM head in checkpointed chunks."""
-    from flash_attn_dualkv.integrations.lm_head import rows_of_a_chunk
+    from flash_attn_dualkv.scores import rows_of_a_chunk
 
     def of_chunk(rows: Tensor, wanted: Tensor) -> Tensor:
         logits = wide(model.lm_head(rows))

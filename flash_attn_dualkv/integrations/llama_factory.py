@@ -18,9 +18,9 @@ from ..checks import explain
 from ..data.batch import IGNORED_LABEL
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptError
-from .fallback import AUTOCAST_DTYPES, Refusal
-from .padded import PaddedScores
-from .versions import LLAMA_FACTORY
+from .common.fallback import AUTOCAST_DTYPES, Refusal
+from .common.padded import PaddedScores
+from .common.versions import LLAMA_FACTORY
 
 __all__ = ["main", "share_prompts"]
 

@@ -29,11 +29,11 @@ from ..checks import explain
 from ..data.batch import PackedBatch
 from ..errors import SharedPromptError
 from ..host import int64s, runs, to_device
-from .scoring import MAX_TOKENS, MIN_SHARED, scoring_batches
+from .common.scoring import MAX_TOKENS, MIN_SHARED, scoring_batches
+from .common.versions import LM_EVAL
 from .transformers import register, shared_prompt_logits
-from .transformers.structure import causal_lm_of
-from .transformers.support import check_attention, check_supported, rope_class
-from .versions import LM_EVAL
+from .transformers.admission.support import check_attention, check_supported, rope_class
+from .transformers.admission.unwrap import causal_lm_of
 
 ATTENTION = "dualkv"
 

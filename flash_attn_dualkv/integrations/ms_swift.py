@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..data.pack import MIN_SHARED
-from .fallback import AUTOCAST_DTYPES, PREFIX, Refusal, savings
-from .padded import PaddedScores
-from .versions import MS_SWIFT
+from .common.fallback import AUTOCAST_DTYPES, PREFIX, Refusal, savings
+from .common.padded import PaddedScores
+from .common.versions import MS_SWIFT
 
 __all__ = ["share_prompts"]
 

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Sampler
 from ..checks import explain
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptUnsupportedError
-from .fallback import Refusal
-from .padded import PaddedScores
-from .siblings import fill
-from .transformers.structure import causal_lm_of
-from .transformers.support import text_config
-from .versions import OPENRLHF
+from .common.fallback import Refusal
+from .common.padded import PaddedScores
+from .common.siblings import fill
+from .common.versions import OPENRLHF
+from .transformers.admission.support import text_config
+from .transformers.admission.unwrap import causal_lm_of
 
 __all__ = ["share_prompts"]
 

@@ -19,7 +19,7 @@ from tiny_models import Samples, check_gradients, gradients, tiny_model
 from torch import Tensor
 
 from flash_attn_dualkv.errors import SharedPromptError
-from flash_attn_dualkv.integrations import versions
+from flash_attn_dualkv.integrations.common import versions
 
 if importlib.util.find_spec("llamafactory") is None:
     pytest.skip("needs LLaMA-Factory", allow_module_level=True)

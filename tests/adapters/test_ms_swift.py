@@ -17,7 +17,7 @@ from tiny_models import Samples, check_gradients, gradients, tiny_model
 from torch import Tensor
 
 from flash_attn_dualkv.errors import SharedPromptError
-from flash_attn_dualkv.integrations import versions
+from flash_attn_dualkv.integrations.common import versions
 
 pytest.importorskip("swift.version", reason="needs ms-swift")
 

@@ -19,7 +19,7 @@ from tiny_models import Samples, check_gradients, gradients, tiny_model
 from torch import Tensor
 
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
-from flash_attn_dualkv.integrations import versions
+from flash_attn_dualkv.integrations.common import versions
 
 pytest.importorskip("openrlhf", reason="needs OpenRLHF")
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn_dualkv import SharedPromptError
-from flash_attn_dualkv.data.divide import ROW_TILE, Runs, divide_rows
 from flash_attn_dualkv.nodes import Node, checked_nodes, part_table, visible_pairs
+from flash_attn_dualkv.parallel.divide import ROW_TILE, Runs, divide_rows
 
 Shape = tuple[list[int], list[int]]
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from flash_attn_dualkv.integrations import lm_head
+from flash_attn_dualkv import scores
 
 # Ranks with different prompts and different numbers of chunks of the head.
 SHARES = [[0, 1, 2, 3], [4, 5]]
@@ -96,7 +96,7 @@ def _run_rank(rank: int, setup: Setup, results: Any) -> None:
     device = setup.device(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    lm_head.LOGIT_ELEMENTS = 97 * 8
+    scores.LOGIT_ELEMENTS = 97 * 8
     for wrapper in setup.wrappers:
         model = setup.model(rank, torch.float32 if "mixed" in wrapper else setup.dtype)
         model.gradient_checkpointing_enable(dict(use_reentrant=False))

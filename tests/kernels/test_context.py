@@ -11,9 +11,9 @@ from launches import DEVICE, GPU_MARKS
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptLayout, ops
-from flash_attn_dualkv.data.divide import ROW_TILE, Runs
 from flash_attn_dualkv.nodes import part_table
 from flash_attn_dualkv.packed_attention import packed_options
+from flash_attn_dualkv.parallel.divide import ROW_TILE, Runs
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 

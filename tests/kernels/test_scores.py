@@ -13,7 +13,7 @@ from launches import DEVICE, GPU_MARKS, counted_launches, needs_gpu
 from torch import Tensor, nn
 
 from flash_attn_dualkv import kernels
-from flash_attn_dualkv.integrations import lm_head
+from flash_attn_dualkv import scores as lm_head
 
 pytestmark = GPU_MARKS
 NAN, INF = math.nan, math.inf

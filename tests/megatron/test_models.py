@@ -16,8 +16,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron_cpu import megatron_on_the_cpu
 from tiny_megatron import alone, check_close, check_gradients, gradients, megatron, tiny_chunk, tiny_config, weights_of
 
+from flash_attn_dualkv import scores as lm_head
 from flash_attn_dualkv import shared_prompt_attention
-from flash_attn_dualkv.integrations import lm_head
 from flash_attn_dualkv.integrations.megatron import attention
 
 BATCHES = {"prompts": tiny.prompts_and_responses, "tree": tiny.tree}

@@ -24,7 +24,7 @@ from processes import run_ranks
 from tiny_megatron import alone, check_close, check_gradients, gradients, megatron, tiny_chunk, tiny_config, weights_of
 from torch import Tensor
 
-from flash_attn_dualkv.integrations.divided import all_gather
+from flash_attn_dualkv.parallel.sharded import all_gather
 
 RANKS = 4
 MICRO_BATCHES = (tiny.prompts_and_responses, tiny.tree)

@@ -24,8 +24,8 @@ from tiny_megatron import megatron as shared
 from tiny_megatron import tiny_chunk, tiny_config
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from flash_attn_dualkv.integrations.context_parallel import ContextLayout
 from flash_attn_dualkv.layout import SharedPromptLayout
+from flash_attn_dualkv.parallel.context import ContextLayout
 
 KIND = "gqa, q/k norm"
 

@@ -20,9 +20,10 @@ import pytest
 import torch
 from shapes import parse
 
-from flash_attn_dualkv import build_info, demo, predict
-from flash_attn_dualkv._command import CommandLine, spread
-from flash_attn_dualkv.predict import MODELS, RATES, ModelShape, Rates
+from flash_attn_dualkv import build_info
+from flash_attn_dualkv.cli import demo, predict
+from flash_attn_dualkv.cli.command import CommandLine, spread
+from flash_attn_dualkv.cli.predict import MODELS, RATES, ModelShape, Rates
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = {"h200": "H200", "h100": "H100"}  # in the name of a result's GPU

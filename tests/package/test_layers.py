@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 # may import each other, without a circle.
 LAYERS = (
     ("_version", "errors"),
-    ("checks", "predict", "_command"),
+    ("checks", "cli.command", "cli.predict"),
     ("calls", "host"),
     ("decode.calls",),
     ("nodes",),
@@ -26,16 +26,16 @@ LAYERS = (
     ("cudnn",),
     ("packed_attention", "attention", "plan", "decode"),
     ("data",),
-    ("integrations.buffers", "integrations.divided", "integrations.guard", "integrations.lm_head"),
-    ("integrations.replacing", "integrations.trees"),
-    ("integrations.versions",),
-    ("integrations.ulysses", "integrations.context_parallel"),
+    ("guard", "scores"),
+    ("parallel",),
+    ("integrations.common.buffers", "integrations.common.patching", "integrations.trees"),
+    ("integrations.common.versions",),
     ("integrations.megatron", "integrations.transformers"),
-    ("integrations.fallback", "integrations.turns", "integrations.scoring", "integrations.siblings"),
-    ("integrations.padded",),
+    ("integrations.common",),
     ("integrations.llama_factory", "integrations.ms_swift", "integrations.openrlhf"),
     ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
-    ("", "demo"),
+    ("integrations.ulysses", "integrations.context_parallel"),
+    ("", "cli", "demo", "predict"),
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_attn_dualkv.integrations.replacing import after_import
+from flash_attn_dualkv.integrations.common.patching import after_import
 
 NAME = "imported_once"
 

@@ -15,9 +15,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from flash_attn_dualkv.errors import SharedPromptUnsupportedError
-from flash_attn_dualkv.integrations import versions
-from flash_attn_dualkv.integrations.replacing import check_signature, replace_all
-from flash_attn_dualkv.integrations.versions import Package
+from flash_attn_dualkv.integrations.common import versions
+from flash_attn_dualkv.integrations.common.patching import check_signature, replace_all
+from flash_attn_dualkv.integrations.common.versions import Package
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [one for one in vars(versions).values() if isinstance(one, Package)]

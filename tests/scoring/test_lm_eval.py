@@ -29,7 +29,7 @@ from tiny_tokenizer import tokenizer
 from flash_attn_dualkv.errors import SharedPromptError
 
 lm_eval = importlib.import_module("flash_attn_dualkv.integrations.lm_eval")
-scoring = importlib.import_module("flash_attn_dualkv.integrations.scoring")
+scoring = importlib.import_module("flash_attn_dualkv.integrations.common.scoring")
 
 Pair = tuple[str, str]
 FAMILIES = ["qwen3", "llama", "gemma2", "gpt_oss", *(["gpt2", "lfm2"] if VERSION >= (5, 17) else [])]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from flash_attn_dualkv import scores as lm_head
 from flash_attn_dualkv.errors import SharedPromptLayoutError
-from flash_attn_dualkv.integrations import lm_head
-from flash_attn_dualkv.integrations.lm_head import score_in_chunks
+from flash_attn_dualkv.scores import score_in_chunks
 
 
 def scores_of(logits, targets, temperature=1.0):

@@ -17,7 +17,7 @@ from tiny_models import TOLERANCES, check_equal, dualkv, replicated_logps, tiny_
 from torch import nn
 
 from flash_attn_dualkv import SharedPromptError, pack_shared_prompts
-from flash_attn_dualkv.integrations.transformers.adapters import check_adapters
+from flash_attn_dualkv.integrations.transformers.admission.adapters import check_adapters
 
 # Of what changes a layer, and of what is refused, one of each way. All others behind -m slow.
 QUICK = {

@@ -27,10 +27,10 @@ from flash_attn_dualkv import (
     pack_shared_prompts,
     shared_prompt_attention,
 )
-from flash_attn_dualkv.integrations.context_parallel import ContextLayout, context_parallel_attention
-from flash_attn_dualkv.integrations.divided import DividedLayout
-from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 from flash_attn_dualkv.packed_attention import checked_tensors, packed_options
+from flash_attn_dualkv.parallel.context import ContextLayout, context_parallel_attention
+from flash_attn_dualkv.parallel.sharded import DividedLayout
+from flash_attn_dualkv.parallel.ulysses import UlyssesLayout
 
 WRAPPERS = ["ddp", "fsdp1", "fsdp2"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -15,8 +15,7 @@ from hybrid_models import KINDS, hybrid_model
 from processes import run_ranks
 from tiny_models import MIXED, check_equal, dualkv, lose_a_layout, replicated_logps, row_of, stock_twin, tiny_model
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
-from flash_attn_dualkv.integrations import guard
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, guard
 
 BATCH = MIXED.pack()
 

@@ -19,10 +19,9 @@ from tiny_models import MIXED, Samples, check_equal, check_gradients, dualkv, gr
 from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayout
-from flash_attn_dualkv.integrations import guard
-from flash_attn_dualkv.integrations.context_parallel import ContextLayout
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, guard
 from flash_attn_dualkv.integrations.transformers.masks import DeferredMask, deferred_mask
+from flash_attn_dualkv.parallel.context import ContextLayout
 
 accelerate = pytest.importorskip("accelerate")
 BATCH = MIXED.pack()

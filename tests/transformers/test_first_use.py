@@ -27,7 +27,7 @@ from tiny_models import (
 from torch import nn
 
 from flash_attn_dualkv import SharedPromptError
-from flash_attn_dualkv.integrations.transformers import first_use, support, trial
+from flash_attn_dualkv.integrations.transformers.admission import first_use, probe, support
 
 EXPERTS = [name for name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3") if name in transformers.CONFIG_MAPPING]
 
@@ -40,13 +40,13 @@ def forward(model: nn.Module, **options: bool) -> torch.Tensor:
 def trials(monkeypatch):
     """The models that are tried."""
     tried = []
-    stock = trial.Trial.run
+    stock = probe.Trial.run
 
     def run(self):
         tried.append(self.stock)
         stock(self)
 
-    monkeypatch.setattr(trial.Trial, "run", run)
+    monkeypatch.setattr(probe.Trial, "run", run)
     return tried
 
 
@@ -91,7 +91,7 @@ def test_noise_of_any_generator_is_refused(name):
 
 
 def test_noise_that_configurations_name():
-    """The field is the reason given, in parts of the configuration too, and without a trial."""
+    """The field is the reason given, in parts of the configuration too, and without a probe."""
     if VERSION < (5, 0):
         pytest.skip("its attention cannot be chosen in older versions")
     parts = dict(
@@ -172,27 +172,27 @@ def test_experts_are_never_refused(name, dtype):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
-            tried = trial.Trial(model, torch.device("cpu"), None)
-            pair = trial.Pair.choose(model.config, 0)
-            flips += trial._difference(tried._packed(pair), tried._alone(pair)) > 4 * torch.finfo(dtype).eps
+            tried = probe.Trial(model, torch.device("cpu"), None)
+            pair = probe.Pair.choose(model.config, 0)
+            flips += probe._difference(tried._packed(pair), tried._alone(pair)) > 4 * torch.finfo(dtype).eps
         first_use.check_first_use(model, torch.device("cpu"))
     assert flips or dtype == torch.float16 or name != "mixtral"
 
 
 def test_one_odd_pair_is_no_fault(monkeypatch):
     """As where the packed forward alone has sent a token to another expert: other pairs are asked."""
-    model, packed, odd = tiny_model("llama"), trial.Trial._packed, []
+    model, packed, odd = tiny_model("llama"), probe.Trial._packed, []
 
     def with_another_route(self, pair):
         hidden, *others = packed(self, pair)
-        if len(odd) < trial.PAIRS - 1:
+        if len(odd) < probe.PAIRS - 1:
             odd.append(pair)
             hidden = hidden.index_add(0, torch.tensor([3]), hidden[4:5])
         return hidden, *others
 
-    monkeypatch.setattr(trial.Trial, "_packed", with_another_route)
-    trial.Trial(model, torch.device("cpu")).run()
-    assert len({str(pair) for pair in odd}) == trial.PAIRS - 1 > 0
+    monkeypatch.setattr(probe.Trial, "_packed", with_another_route)
+    probe.Trial(model, torch.device("cpu")).run()
+    assert len({str(pair) for pair in odd}) == probe.PAIRS - 1 > 0
 
 
 # --- when, and what is left of it -------------------------------------------------------------------------------------
@@ -579,7 +579,7 @@ def test_tokens_of_the_pair_have_no_meaning():
     """Tokens that stand for images, or end a sequence, would be treated otherwise."""
     config = tiny_model("llama").config
     config.eos_token_id, config.image_token_id = list(range(0, 97, 3)), 4
-    ids = [one for number in range(trial.PAIRS) for part in trial.Pair.choose(config, number) for one in part]
+    ids = [one for number in range(probe.PAIRS) for part in probe.Pair.choose(config, number) for one in part]
     flat = {token for one in ids for token in (one if isinstance(one, list) else [one])}
     assert not flat & {*config.eos_token_id, 4}
 

@@ -14,7 +14,7 @@ from hybrid_models import HYBRIDS, drawn_gradients, error_ratios, hybrid_model, 
 from tiny_models import SEQUENCES, Samples, stock_twin
 
 from flash_attn_dualkv import SharedPromptError, pack_prefix_tree
-from flash_attn_dualkv.integrations.transformers.hybrid import families, installation, mixers
+from flash_attn_dualkv.integrations.transformers.hybrid import families, known_bugs, mixers
 
 if importlib.util.find_spec("fla") is None:  # importing it needs a GPU
     pytest.skip("needs flash-linear-attention", allow_module_level=True)
@@ -32,7 +32,7 @@ SAMPLES = Samples.random([(300, [130, 65, 1, 64, 3, 200]), (65, [63, 70]), (2, [
 
 def is_trainable() -> bool:
     try:
-        installation.check_gated_backward(torch.device("cuda", torch.cuda.current_device()))
+        known_bugs.check_gated_backward(torch.device("cuda", torch.cuda.current_device()))
     except SharedPromptError:
         return False
     return True

@@ -13,7 +13,7 @@ from launches import DEVICE, GPU_MARKS, needs_gpu
 from tiny_models import SUPPORTED, VOCABULARY, Samples, dualkv, stock_twin, tiny_model
 from tiny_multimodal import QWEN, Pictured, multimodal_model
 
-from flash_attn_dualkv.integrations import lm_head
+from flash_attn_dualkv import scores as lm_head
 
 pytestmark = GPU_MARKS
 

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 
 from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv import scores as lm_head
 from flash_attn_dualkv.errors import SharedPromptTypeError
-from flash_attn_dualkv.integrations import lm_head
 
 TOKENS = sum(map(len, MIXED.responses))
 

@@ -41,7 +41,7 @@ from tiny_models import (
 )
 
 from flash_attn_dualkv import pack_prefix_tree
-from flash_attn_dualkv.integrations.transformers.hybrid import delivery
+from flash_attn_dualkv.integrations.transformers.hybrid import layout_context
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -110,12 +110,12 @@ def test_the_convolution_without_its_package_keeps_sequences_apart() -> None:
     x = torch.randn(1, 3, sum(lengths), generator=generator, dtype=torch.float64)
     weight, bias = torch.randn(3, width, generator=generator).double(), torch.randn(3, generator=generator).double()
     parts = x.split(lengths, 2)
-    alone = [delivery._causal_conv1d(part, weight, bias, "silu") for part in parts]
+    alone = [layout_context._causal_conv1d(part, weight, bias, "silu") for part in parts]
     index = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    got = delivery._causal_conv1d(x, weight, bias, "silu", seq_idx=index)
+    got = layout_context._causal_conv1d(x, weight, bias, "silu", seq_idx=index)
     torch.testing.assert_close(got, torch.cat(alone, 2))
     x[:, :, :6] = torch.nan
-    got = delivery._causal_conv1d(x, weight, bias, "silu", seq_idx=index)
+    got = layout_context._causal_conv1d(x, weight, bias, "silu", seq_idx=index)
     torch.testing.assert_close(got[:, :, 6:], alone[2])
 
 

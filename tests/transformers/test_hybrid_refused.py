@@ -14,10 +14,10 @@ from hybrid_models import HYBRIDS, KINDS, hybrid_config, hybrid_model
 from tiny_models import MIXED, dualkv, replicated_logps, row_of, stock_twin, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
-from flash_attn_dualkv.integrations.context_parallel import ContextLayout
 from flash_attn_dualkv.integrations.transformers import hybrid
-from flash_attn_dualkv.integrations.transformers.hybrid import delivery, families, installation, mixers
-from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
+from flash_attn_dualkv.integrations.transformers.hybrid import families, known_bugs, layout_context, mixers
+from flash_attn_dualkv.parallel.context import ContextLayout
+from flash_attn_dualkv.parallel.ulysses import UlyssesLayout
 
 BATCH = MIXED.pack()
 NAME = KINDS[0]
@@ -85,7 +85,7 @@ def test_functions_that_were_replaced_raise(name: str, monkeypatch: pytest.Monke
                 model(**inputs())
 
 
-@pytest.mark.skipif(delivery._RECOMPUTES_HOOKS, reason="this transformers runs the hooks of layers again")
+@pytest.mark.skipif(layout_context._RECOMPUTES_HOOKS, reason="this transformers runs the hooks of layers again")
 def test_a_decoder_layer_that_keeps_the_layout_raises_under_checkpointing() -> None:
     """Its recomputation would mix the tokens without."""
     model = hybrid_model(NAME, torch.float32).train()
@@ -111,7 +111,7 @@ def test_caches_are_refused() -> None:
 def test_a_row_that_ranks_divide_is_refused(kind: type[SharedPromptLayout]) -> None:
     layout = kind(**{one: getattr(BATCH.layout, one) for one in SharedPromptLayout.__dataclass_fields__})
     with pytest.raises(SharedPromptError, match="a row that lies on one GPU"):
-        delivery._layout_of(torch.nn.Identity(), {"shared_prompt_layout": layout}, None)
+        layout_context._layout_of(torch.nn.Identity(), {"shared_prompt_layout": layout}, None)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_functions_of_the_package_kernels() -> None:
     assert mixers.implementation_of(function_of(implementation)) is implementation
     assert mixers.implementation_of(implementation) is implementation
     file = types.ModuleType("file")
-    file.function = delivery.MixerFunction("function", module)  # type: ignore[attr-defined]
+    file.function = layout_context.MixerFunction("function", module)  # type: ignore[attr-defined]
     assert families._is_own(file, "function")
     module.forward = len  # type: ignore[method-assign]
     assert mixers.implementation_of(module) is module
@@ -227,10 +227,10 @@ def test_installations_with_wrong_gradients(
             raise metadata.PackageNotFoundError(name)
         return str(found)
 
-    monkeypatch.setattr(installation.metadata, "version", version)
+    monkeypatch.setattr(known_bugs.metadata, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: object() if has_tilelang else None)
-    check = installation.check_gated_backward.__wrapped__
+    monkeypatch.setattr(known_bugs.importlib.util, "find_spec", lambda name: object() if has_tilelang else None)
+    check = known_bugs.check_gated_backward.__wrapped__
     check(torch.device("cpu"))
     if has_tilelang and not is_refused:
         with monkeypatch.context() as switched_off:

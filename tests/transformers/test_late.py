@@ -32,8 +32,8 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError, layout, pack_prefix_tree
-from flash_attn_dualkv.integrations.transformers.late import late_layers
-from flash_attn_dualkv.integrations.transformers.structure import decoder_of
+from flash_attn_dualkv.integrations.transformers.admission.unwrap import decoder_of
+from flash_attn_dualkv.integrations.transformers.query_pruning import late_layers
 
 LAYERS, SHARED = 6, 4
 _MIXED = ["sliding_attention", "full_attention"] * 3

@@ -15,9 +15,9 @@ from tiny_models import TOLERANCES, Samples, check_equal, check_gradients, dualk
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError
-from flash_attn_dualkv.integrations.fallback import Options, Refusal
-from flash_attn_dualkv.integrations.transformers.adapters import lora_dropouts
-from flash_attn_dualkv.integrations.transformers.first_use import check_first_use
+from flash_attn_dualkv.integrations.common.fallback import Options, Refusal
+from flash_attn_dualkv.integrations.transformers.admission.adapters import lora_dropouts
+from flash_attn_dualkv.integrations.transformers.admission.first_use import check_first_use
 
 RATE = 0.4
 REMEDIES = "set lora_dropout=0.0, or share_lora_dropout=True for one mask of the one copy"

@@ -30,8 +30,7 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv import pack_prefix_tree
-from flash_attn_dualkv.integrations import lm_head
+from flash_attn_dualkv import pack_prefix_tree, scores
 
 PACKINGS = {
     "replicate": {},
@@ -67,7 +66,7 @@ def check_packed(name, samples, batches, scored=slice(None), **options) -> None:
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_equals_replicated_prompts(name, monkeypatch):
     """The head in chunks; below, in one."""
-    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", 4 * VOCABULARY + 1)
+    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", 4 * VOCABULARY + 1)
     check_packed(name, MIXED, [MIXED.pack(**options) for options in PACKINGS.values()])
 
 

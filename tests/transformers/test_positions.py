@@ -34,7 +34,7 @@ from flash_attn_dualkv import (
     pack_shared_prompts,
 )
 from flash_attn_dualkv.host import to_device
-from flash_attn_dualkv.integrations.transformers import first_use
+from flash_attn_dualkv.integrations.transformers.admission import first_use
 
 BATCH = MIXED.pack()
 POSITIONS = "position_ids: expected (those of the layout's batch|batch.position_ids)"

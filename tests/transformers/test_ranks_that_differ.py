@@ -21,9 +21,9 @@ from processes import run_ranks
 from tiny_models import dualkv, tiny_model
 
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree, pack_shared_prompts
-from flash_attn_dualkv.integrations.context_parallel import ContextLayout
-from flash_attn_dualkv.integrations.divided import _TENSORS, Common, DividedLayout, _numbers, same_on_all_ranks
-from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
+from flash_attn_dualkv.parallel.context import ContextLayout
+from flash_attn_dualkv.parallel.sharded import _TENSORS, Common, DividedLayout, _numbers, same_on_all_ranks
+from flash_attn_dualkv.parallel.ulysses import UlyssesLayout
 
 Call = Callable[[int], Any]  # of a rank
 
@@ -199,7 +199,7 @@ def test_numbers_depend_on_values_and_their_order() -> None:
 def test_numbers_are_the_same_in_all_processes() -> None:
     """Python's own hash of a string is not."""
     values = "sharing='ratio', options='1.0', pad=3, response_lens=(3, -1), input_ids=torch.arange(9)"
-    imports = "import torch; from flash_attn_dualkv.integrations.divided import Common, _numbers"
+    imports = "import torch; from flash_attn_dualkv.parallel.sharded import Common, _numbers"
     code = f"{imports}; print(_numbers(Common({values})))"
     printed = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)

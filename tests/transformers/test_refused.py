@@ -26,9 +26,8 @@ from tiny_models import (
     transformers,
 )
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, kernels
-from flash_attn_dualkv.integrations import guard
-from flash_attn_dualkv.integrations.transformers import support
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, guard, kernels
+from flash_attn_dualkv.integrations.transformers.admission import support
 
 BATCH = MIXED.pack()
 LOST = "shared_prompt_layout: expected consumed by 2 layers that mix tokens, got "

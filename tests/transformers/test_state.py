@@ -23,7 +23,7 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from flash_attn_dualkv import SharedPromptError
-from flash_attn_dualkv.integrations.buffers import unchanged_buffers
+from flash_attn_dualkv.integrations.common.buffers import unchanged_buffers
 
 # One prompt, responses of one length: stock has them in one batch without padding.
 SAMPLES = Samples.random([(30, [6, 6, 6])])

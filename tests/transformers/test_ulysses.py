@@ -17,7 +17,7 @@ from tiny_models import MIXED, check_equal, check_gradients, dualkv, gradients, 
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, pack_shared_prompts, shared_prompt_attention
-from flash_attn_dualkv.integrations.ulysses import UlyssesLayout, gather_rows, shard_rows, ulysses_attention
+from flash_attn_dualkv.parallel.ulysses import UlyssesLayout, gather_rows, shard_rows, ulysses_attention
 
 # Query and KV heads, and which numbers of ranks divide the query heads.
 HEADS = {(8, 8): (2, 4), (8, 2): (2, 4), (8, 1): (2, 4), (12, 6): (2, 4), (12, 4): (2, 3)}

@@ -24,7 +24,7 @@ from tiny_models import (
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError, pack_prefix_tree
-from flash_attn_dualkv.integrations.transformers.values import check_classifier
+from flash_attn_dualkv.integrations.transformers.classifiers import check_classifier
 
 PADDING = 0  # of the tiny configurations
 PROMPT = [*range(3, 30)]

@@ -11,7 +11,7 @@ import torch
 from processes import run_ranks, start_deepspeed
 from tiny_models import MIXED, VOCABULARY, Samples, dualkv, replicated_logps, row_of, tiny_model
 
-from flash_attn_dualkv.integrations import lm_head
+from flash_attn_dualkv import scores as lm_head
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)

@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("transformers")
 
 from flash_attn_dualkv.errors import SharedPromptError
-from flash_attn_dualkv.integrations import fallback
-from flash_attn_dualkv.integrations.fallback import Options
+from flash_attn_dualkv.integrations.common import fallback
+from flash_attn_dualkv.integrations.common.fallback import Options
 
 FOLDER = Path(fallback.__file__).parent
 

@@ -43,7 +43,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.errors import SharedPromptLayoutError
-from flash_attn_dualkv.integrations.fallback import Options
+from flash_attn_dualkv.integrations.common.fallback import Options
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.config import RolloutConfig
 
-from flash_attn_dualkv.integrations.fallback import ENVIRONMENT, PREFIX, VERL_REASONS, Options
+from flash_attn_dualkv.integrations.common.fallback import ENVIRONMENT, PREFIX, VERL_REASONS, Options
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
 from flash_attn_dualkv.integrations.verl.verify import METRICS
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError, pack_jagged
-from flash_attn_dualkv.integrations.verl import kinds as module
-from flash_attn_dualkv.integrations.verl.kinds import Kinds
+from flash_attn_dualkv.integrations.verl import route_keys as module
+from flash_attn_dualkv.integrations.verl.route_keys import Kinds
 
 PROMPT, LENGTHS = 5, (8, 9, 7)
 

@@ -36,7 +36,7 @@ from verl_runs import (
 )  # fmt: skip
 
 from flash_attn_dualkv import SharedPromptUnsupportedError, pack_shared_prompts
-from flash_attn_dualkv.integrations.fallback import Options
+from flash_attn_dualkv.integrations.common.fallback import Options
 
 ENGINE = f"{ACTOR}.megatron"
 PLUGIN = "flash_attn_dualkv.integrations.verl.megatron"

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from transformers import Qwen3Config
 from verl.utils import tensordict_utils as tu
 
-from flash_attn_dualkv.integrations.fallback import Options
+from flash_attn_dualkv.integrations.common.fallback import Options
 
 PROMPT, OTHER = [5, 6, 7, 8], [5, 6, 7, 9]
 SAME = "batch: expected the same on all ranks that divide its row (a sampler gives them the same samples)"

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
 
-from flash_attn_dualkv.integrations.fallback import Verification
+from flash_attn_dualkv.integrations.common.fallback import Verification
 from flash_attn_dualkv.integrations.verl import sharing, verify
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 from flash_attn_dualkv.integrations.verl.verify import MOST_NORM_DIFFERENCE, difference_of_norms

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode import speculator
 from vllm.v1.worker.utils import AttentionGroup
 from vllm_steps import DECODING, PREFILL, Calls, Layer, Request, run
 
-from flash_attn_dualkv.integrations.replacing import stock_of
+from flash_attn_dualkv.integrations.common.patching import stock_of
 from flash_attn_dualkv.integrations.vllm import backend, prompts, sharing, versions
 
 # --- decoding -------------------------------------------------------------------------------------

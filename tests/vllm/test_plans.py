@@ -19,7 +19,7 @@ from vllm_steps import DECODING, PREFILL, Calls, Layer, run
 
 from flash_attn_dualkv.decode import plan as plan_module
 from flash_attn_dualkv.errors import SharedPromptError
-from flash_attn_dualkv.integrations.replacing import stock_of
+from flash_attn_dualkv.integrations.common.patching import stock_of
 from flash_attn_dualkv.integrations.vllm import backend, log, sharing
 
 

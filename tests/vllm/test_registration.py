@@ -31,7 +31,7 @@ from vllm_steps import DECODING
 
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
-from flash_attn_dualkv.integrations.replacing import stock_of
+from flash_attn_dualkv.integrations.common.patching import stock_of
 from flash_attn_dualkv.integrations.vllm import backend, versions
 from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
 from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table

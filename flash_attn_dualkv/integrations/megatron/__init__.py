@@ -11,7 +11,7 @@ Programs that call the model themselves pass packed_seq_params=SharedPackedSeqPa
 and 0.19; docs/megatron.md.
 """
 
-from ..versions import MEGATRON_CORE
+from ..common.versions import MEGATRON_CORE
 
 MEGATRON_CORE.check_version()  # first: another version may lack what is imported below
 

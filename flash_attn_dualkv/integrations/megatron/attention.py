@@ -13,12 +13,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from ... import checks
+from ... import checks, guard
 from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...packed_attention import shared_prompt_attention
-from .. import guard
-from ..context_parallel import ContextLayout, context_parallel_attention
+from ...parallel.context import ContextLayout, context_parallel_attention
 from .params import SharedPackedSeqParams
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)

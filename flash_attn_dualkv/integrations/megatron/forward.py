@@ -16,10 +16,10 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
-from ..buffers import unchanged_buffers
-from ..context_parallel import ContextLayout
-from ..divided import Common, check_divided, same_on_all_ranks
-from ..lm_head import rows_of_a_chunk, score_in_chunks
+from ...parallel.context import ContextLayout
+from ...parallel.sharded import Common, check_divided, same_on_all_ranks
+from ...scores import rows_of_a_chunk, score_in_chunks
+from ..common.buffers import unchanged_buffers
 from .install import installed_chunk, position_ids_of
 from .params import SharedPackedSeqParams, divided_layout
 

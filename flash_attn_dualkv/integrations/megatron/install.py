@@ -20,14 +20,13 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from ... import checks
+from ... import checks, guard
 from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout, check_unpacked, is_in_backward
 from ...packed_attention import BACKENDS
-from .. import guard
-from ..context_parallel import ContextLayout
-from ..versions import MEGATRON_CORE
+from ...parallel.context import ContextLayout
+from ..common.versions import MEGATRON_CORE
 from .attention import AttentionSettings, OnPackedRows
 from .params import SharedPackedSeqParams
 from .rotary import OfPositions

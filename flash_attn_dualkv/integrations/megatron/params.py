@@ -15,8 +15,8 @@ from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptLayoutError
 from ...layout import SharedPromptLayout
-from ..context_parallel import ContextLayout
-from ..divided import check_divided
+from ...parallel.context import ContextLayout
+from ...parallel.sharded import check_divided
 
 
 class SharedPackedSeqParams(PackedSeqParams):

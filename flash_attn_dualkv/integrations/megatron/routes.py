@@ -18,8 +18,8 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
-from ..context_parallel import ContextLayout
-from ..divided import same_on_all_ranks
+from ...parallel.context import ContextLayout
+from ...parallel.sharded import same_on_all_ranks
 from .forward import layout_of
 from .install import installed_chunk, replayed_routers
 

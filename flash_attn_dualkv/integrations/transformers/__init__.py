@@ -12,14 +12,14 @@ layout (generate, evaluation, padded batches) the same model attends as a stock 
     register_decode()  # continuous batching reads prompts once for all of their responses: docs/rollouts.md
 """
 
-from ..guard import expect_shared_prompt
+from ...guard import expect_shared_prompt
+from .admission.support import check_supported
 from .attention import register, wrap
+from .classifiers import shared_prompt_values
 from .decode import register_decode, unregister_decode
 from .forward import shared_prompt_forward, shared_prompt_logits
 from .hook import install_layout_hook
 from .images import row_inputs
-from .support import check_supported
-from .values import shared_prompt_values
 
 __all__ = [
     "check_supported",

@@ -14,19 +14,18 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ... import checks
+from ... import checks, guard
 from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...kernels import max_head_dim
 from ...layout import SharedPromptLayout, check_unpacked
 from ...packed_attention import BACKENDS, shared_prompt_attention
-from .. import guard
-from ..divided import DividedLayout
-from ..replacing import in_place_of, stock_of
-from . import base_class
-from .hybrid.delivery import check_running
+from ...parallel.sharded import DividedLayout
+from ..common.patching import in_place_of, stock_of
+from . import patches
+from .admission.support import TAKES_LAYOUT, check_one_row, rope_of_ranks
+from .hybrid.layout_context import check_running
 from .masks import DeferredMask, deferred_mask, is_marked, marked
-from .support import TAKES_LAYOUT, check_one_row, rope_of_ranks
 
 FALLBACKS = ("auto", "sdpa", "eager")
 # Keyword arguments of attention functions that do not change what a token attends to. Others are
@@ -64,8 +63,8 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
     stock = functools.partial(_attend_without_layout, fallback)
     AttentionInterface.register(name, _taking_layouts(stock, backend))
     AttentionMaskInterface.register(name, deferred_mask)
-    base_class.own_names[name] = fallback
-    base_class.install()
+    patches.own_names[name] = fallback
+    patches.install()
     _refuse_layouts_elsewhere()
 
 
@@ -97,7 +96,7 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
         stock_mask = AttentionMaskInterface._global_mapping.get(name)
         if stock_mask is not None and not hasattr(stock_mask, "dualkv_stock"):
             AttentionMaskInterface.register(name, in_place_of(stock_mask, _wrapped_mask(stock_mask)))
-    base_class.install()
+    patches.install()
     _refuse_layouts_elsewhere()
 
 

@@ -33,10 +33,10 @@ from ...data.prefix_tree import Boundary, checked_boundary
 from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
-from ..replacing import Make, replace_all, stock_of
-from . import base_class
+from ..common.patching import Make, replace_all, stock_of
+from . import patches
+from .admission.support import check_supported, is_hybrid, kernels_lack, text_config
 from .rollout import ROLLOUT, SLIDING, Rollout, attend
-from .support import check_supported, is_hybrid, kernels_lack, text_config
 
 # Attention implementations of models on a GPU and on the CPU. For names with "flash" in them
 # transformers reserves no memory for masks, and captures CUDA graphs wherever there is a GPU.
@@ -84,7 +84,7 @@ def register_decode(boundary: Boundary = "replicate", *, exact: Literal["trainer
         _ring_class().supports_block_table = True
     for name in NAMES:
         AttentionInterface.register(name, attend)
-    base_class.install()  # generate_batch then gives a model its attention back, errors or not
+    patches.install()  # generate_batch then gives a model its attention back, errors or not
 
 
 def unregister_decode() -> None:

@@ -22,17 +22,17 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptTypeError
+from ...guard import expect_shared_prompt
 from ...host import to_device, untraced
-from ..buffers import unchanged_buffers
-from ..divided import DividedLayout, check_divided, same_on_all_ranks
-from ..guard import expect_shared_prompt
-from ..lm_head import rows_of_a_chunk, score_in_chunks
-from .first_use import check_first_use
-from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
+from ...parallel.sharded import DividedLayout, check_divided, same_on_all_ranks
+from ...scores import rows_of_a_chunk, score_in_chunks
+from ..common.buffers import unchanged_buffers
+from .admission.first_use import check_first_use
+from .admission.support import check_attention, check_length, check_supported, num_mixing_layers, text_config
+from .admission.unwrap import backbone_name, causal_lm_of, is_elsewhere, kept_outputs, lock_of, replaced_forward
 from .images import row_inputs, towers_without_layout
-from .late import late_layout
-from .structure import backbone_name, causal_lm_of, is_elsewhere, kept_outputs, lock_of, replaced_forward
-from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
+from .query_pruning import late_layout
+from .zero3 import already_gathered, gathered_modules, head_modules, score_gathered
 
 Head = Callable[[Tensor], Tensor]  # (m, D) -> (m, vocabulary)
 Score = Callable[[Head, Tensor, int], tuple[Tensor, ...]]  # of a head, (n, D), and the rows of a chunk

@@ -13,17 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ... import checks
+from ... import checks, guard
 from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...layout import SharedPromptLayout, check_unpacked
-from .. import guard
-from .base_class import check_labels
-from .first_use import check_first_use
+from .admission.first_use import check_first_use
+from .admission.support import (
+    check_length,
+    check_modules,
+    check_one_row,
+    check_positions,
+    check_supported,
+    num_mixing_layers,
+)
+from .admission.unwrap import backbone_name, causal_lm_of, holds, is_replaced
 from .hybrid import prepare
 from .images import check_row_images, drop_layout, towers_of
-from .structure import backbone_name, causal_lm_of, holds, is_replaced
-from .support import check_length, check_modules, check_one_row, check_positions, check_supported, num_mixing_layers
+from .patches import check_labels
 
 # Outputs of towers (vision, audio), which are no result of the row.
 _OF_TOWERS = re.compile(r"^(image|video|audio|vision)_")

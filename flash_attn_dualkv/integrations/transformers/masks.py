@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from ... import guard
 from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
-from .. import guard
-from ..replacing import closure_of
+from ..common.patching import closure_of
 
 # Building blocks of transformers' masks for causal and sliding-window attention of packed rows. A
 # layout stands for no other mask (blocks, chunks, images that see themselves both ways).

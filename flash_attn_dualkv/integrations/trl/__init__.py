@@ -7,7 +7,7 @@ The same arguments, losses, log-probabilities and gradients as those of the trai
 for. Rollouts, evaluation of rewards and everything else are TRL's own. Needs TRL 1.16 or newer.
 """
 
-from ..versions import TRL
+from ..common.versions import TRL
 from .trainers import (
     SharedPromptDPOTrainer,
     SharedPromptGRPOTrainer,

@@ -12,7 +12,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from ...data.images import images_of
 from ...data.samples import groups_of
-from ..siblings import fill
+from ..common.siblings import fill
 
 
 def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:

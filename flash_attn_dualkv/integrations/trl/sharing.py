@@ -29,15 +29,16 @@ from ...checks import explain
 from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded, pack_prefix_tree
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
-from ..fallback import TRL_REASONS, Options, Refusal, Tally
-from ..padded import Refused, check_model, take_layouts
-from ..transformers import expect_shared_prompt, support
+from ..common.fallback import TRL_REASONS, Options, Refusal, Tally
+from ..common.padded import Refused, check_model, take_layouts
+from ..common.turns import BOUNDARY, deeper_tree, pack_deeper
+from ..transformers import expect_shared_prompt
+from ..transformers.admission import support
+from ..transformers.admission.support import is_mark_of_text, num_mixing_layers, text_config
+from ..transformers.admission.unwrap import backbone_name, causal_lm_of
+from ..transformers.classifiers import check_classifier, values_of_rows
 from ..transformers.images import images_of_samples, row_inputs, towers_without_layout
-from ..transformers.late import late_layout
-from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import is_mark_of_text, num_mixing_layers, text_config
-from ..transformers.values import check_classifier, values_of_rows
-from ..turns import BOUNDARY, deeper_tree, pack_deeper
+from ..transformers.query_pruning import late_layout
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from ...checks import explain
 from ...data.pack import MIN_SHARED
 from ...errors import SharedPromptError
-from ..fallback import PREFIX, TRL_REASONS, Options, Refusal, Verification, difference, savings, worst_of_ranks
+from ..common.fallback import PREFIX, TRL_REASONS, Options, Refusal, Verification, difference, savings, worst_of_ranks
 from .regroup import keep_siblings_together
 from .sharing import Sharing
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from ...checks import CUDA_DTYPES, autocast
 from ...kernels import kernels_lack
-from ..replacing import replace_once
+from ..common.patching import replace_once
 from ..trees import Forest, remembered
 
 

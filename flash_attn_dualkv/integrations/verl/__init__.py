@@ -16,8 +16,8 @@ import logging
 import verl.workers.engine
 
 from ...errors import SharedPromptUnsupportedError
-from ..fallback import Options
-from ..versions import VERL
+from ..common.fallback import Options
+from ..common.versions import VERL
 from .balance import install as install_balance
 from .engine import SharedPromptFSDPEngine, SharedPromptFSDPValueEngine, install
 

@@ -11,8 +11,8 @@ import torch
 from ...data.balance import balance
 from ...data.prefix_tree import PrefixTree
 from ...data.samples import groups_of
-from ..fallback import Options
-from ..replacing import after_import, replace_once
+from ..common.fallback import Options
+from ..common.patching import after_import, replace_once
 
 # What a token's matrix products cost, in visible pairs of attention, in models of 1B to 30B.
 TOKEN_COST = 16384.0

@@ -23,15 +23,15 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
-from ..divided import same_on_all_ranks
-from ..fallback import Refusal
+from ...parallel.sharded import same_on_all_ranks
+from ...parallel.ulysses import UlyssesLayout
+from ..common.fallback import Refusal
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
-from ..transformers.first_use import check_first_use
+from ..transformers.admission.first_use import check_first_use
+from ..transformers.admission.support import is_hybrid, num_mixing_layers, rope_of_ranks, text_config
+from ..transformers.admission.unwrap import backbone_name, causal_lm_of
 from ..transformers.images import check_images, check_placeholders, placeholders_of
-from ..transformers.late import late_layout
-from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import is_hybrid, num_mixing_layers, rope_of_ranks, text_config
-from ..ulysses import UlyssesLayout
+from ..transformers.query_pruning import late_layout
 from . import patches
 from .micro_batches import Plan, images_of, pack_micro_batch, samples_with_late_images, samples_with_media
 from .sharing import SharedPrompts, register, take_micro_batches

@@ -28,14 +28,14 @@ from ...checks import explain
 from ...data.batch import PackedBatch
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
-from ..divided import same_on_all_ranks
+from ...parallel.sharded import same_on_all_ranks
+from ..common.versions import VERL
 from ..megatron import install as install_in_model
 from ..megatron import recorded_routes, replay_routes, shared_prompt_forward, shared_prompt_values
 from ..megatron.install import replayed_routers
 from ..megatron.support import check_training
-from ..versions import VERL
-from .kinds import Kinds
 from .micro_batches import packed_batch
+from .route_keys import Kinds
 from .sharing import SharedPrompts, register, take_micro_batches
 
 

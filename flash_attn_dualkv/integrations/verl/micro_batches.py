@@ -21,10 +21,10 @@ from ...data.split import below, largest_of_ranks, on_equal_terms, split_by_toke
 from ...errors import SharedPromptError
 from ...host import offsets_of, take
 from ...layout import SharedPromptLayout
-from ..fallback import Options
-from ..transformers.support import is_mark_of_text
-from ..turns import deeper_tree, pack_deeper
-from .kinds import Kinds
+from ..common.fallback import Options
+from ..common.turns import deeper_tree, pack_deeper
+from ..transformers.admission.support import is_mark_of_text
+from .route_keys import Kinds
 
 # Where nodes begin in each sample of a micro-batch whose tokens were counted, as those of its whole
 # mini-batch do; nothing where prompts alone are shared.

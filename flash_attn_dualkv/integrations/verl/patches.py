@@ -24,8 +24,8 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from ...checks import explain
 from ...errors import SharedPromptError
-from ..replacing import replace_once
-from ..transformers import structure
+from ..common.patching import replace_once
+from ..transformers.admission import unwrap
 
 Forward = Callable[..., Any]
 
@@ -84,7 +84,7 @@ def decoder_of(model: nn.Module) -> Any:
     Raises:
         SharedPromptError: no transformers model is inside; what its layers run is verl's alone.
     """
-    decoder = structure.decoder_of(structure.causal_lm_of(model))
+    decoder = unwrap.decoder_of(unwrap.causal_lm_of(model))
     for name, module in decoder.named_modules():
         if is_replaced(module) and not (module is decoder and type(decoder) in _transformers):
             expected = "transformers' forward (load this package before the process builds its first model with verl)"

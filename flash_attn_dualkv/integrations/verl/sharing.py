@@ -18,11 +18,11 @@ from verl.workers.engine import EngineRegistry
 
 from ...data.batch import PackedBatch
 from ...data.split import largest_of_ranks
-from ..fallback import PREFIX, VERL_REASONS, Options, Verification, kernels_refusal
-from ..replacing import replace_once
-from .kinds import Kinds
+from ..common.fallback import PREFIX, VERL_REASONS, Options, Verification, kernels_refusal
+from ..common.patching import replace_once
 from .losses import of_micro_batches
 from .micro_batches import Lengths, grouped_micro_batches, why_not
+from .route_keys import Kinds
 from .statistics import Statistics
 from .verify import run_both
 

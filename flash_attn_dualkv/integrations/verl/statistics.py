@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from verl.utils.flops_counter import FlopsCounter
 
+from ...cli.predict import causal_pairs
 from ...data.batch import PackedBatch
-from ...predict import causal_pairs
-from ..fallback import PREFIX, VERL_REASONS, Tally, savings
+from ..common.fallback import PREFIX, VERL_REASONS, Tally, savings
 from .micro_batches import Lengths
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import vllm.envs as envs
 from torch import Tensor
 
-from ..replacing import replace_once
+from ..common.patching import replace_once
 
 _MODULE, _NORM = "vllm.model_executor.layers.layernorm", "rms_norm_batch_invariant"
 

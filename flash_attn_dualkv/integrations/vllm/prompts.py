@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..replacing import replace_once
+from ..common.patching import replace_once
 from .versions import installed
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...checks import environment_flag
 from ...errors import SharedPromptError
-from ..replacing import replace_once
+from ..common.patching import replace_once
 from .log import say_once
 
 FLAG = "DUALKV_VLLM"

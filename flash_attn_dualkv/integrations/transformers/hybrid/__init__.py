@@ -9,6 +9,6 @@ included. In a tree every node hands it on to its children.
 `mixers` computes, `delivery` brings the layout to the layers and sees that it was used.
 """
 
-from .delivery import prepare
+from .layout_context import prepare
 
 __all__ = ["prepare"]

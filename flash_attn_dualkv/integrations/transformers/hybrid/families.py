@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from ...replacing import stock_of
+from ...common.patching import stock_of
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"

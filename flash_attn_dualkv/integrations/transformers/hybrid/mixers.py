@@ -18,8 +18,8 @@ from torch.nn import functional
 from ....checks import explain
 from ....errors import SharedPromptError
 from ....layout import SharedPromptLayout
-from ...replacing import closure_of
-from .installation import check_gated_backward
+from ...common.patching import closure_of
+from .known_bugs import check_gated_backward
 from .levels import Level, levels_of, tails_of
 from .rows import hand_on, insert_tails, put_rows, take_rows
 

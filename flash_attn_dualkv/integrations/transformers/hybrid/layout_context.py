@@ -22,13 +22,13 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .... import guard
 from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ....layout import SharedPromptLayout, is_in_backward
-from ... import guard
-from ...divided import DividedLayout
-from ...replacing import replace_once
-from ..structure import holds
+from ....parallel.sharded import DividedLayout
+from ...common.patching import replace_once
+from ..admission.unwrap import holds
 from . import families, mixers
 from .families import ATTRIBUTES, family_of, mixers_of
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import kernels
-from ..checks import explain
-from ..errors import SharedPromptLayoutError
-from ..ops import DifferentiableOnce, forces_reference
+from . import kernels
+from .checks import explain
+from .errors import SharedPromptLayoutError
+from .ops import DifferentiableOnce, forces_reference
 
 # Logits that exist at once: 512 MiB in float32, with what is computed from them two to three times.
 LOGIT_ELEMENTS = 2**27

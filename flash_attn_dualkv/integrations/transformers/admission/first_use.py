@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdRef
 
-from ...checks import explain
-from ...errors import SharedPromptError, SharedPromptLayoutError
-from . import hybrid, late
+from ....checks import explain
+from ....errors import SharedPromptError, SharedPromptLayoutError
+from .. import hybrid, query_pruning
 from .adapters import check_adapters, is_adapter_layer, without_lora_dropout
-from .structure import decoder_of, lock_of
+from .probe import Trial, is_trying
 from .support import FirstUseError, check_checkpoints, check_modules, check_noise, check_positions
-from .trial import Trial, is_trying
+from .unwrap import decoder_of, lock_of
 
 __all__ = ["FirstUseError", "check_first_use"]
 
@@ -74,7 +74,7 @@ def check_first_use(
         raise SharedPromptError(explain("batch", expected, "one on meta"))
     with lock_of(stock):
         hybrid.prepare(stock)
-        late.prepare(stock)
+        query_pruning.prepare(stock)
         # Checked every time: the active adapter without layers shows in no module, nor do checkpoints.
         check_adapters(stock if model is None else model)
         check_checkpoints(stock)

@@ -12,14 +12,14 @@ from itertools import chain
 
 import torch
 
-from .. import checks
-from ..checks import explain
-from ..data.batch import PackedBatch, Tokens, pack_tokens
-from ..data.samples import extremes, largest_token
-from ..data.split import split_by_token_budget
-from ..data.trie import build_tree
-from ..errors import SharedPromptError
-from ..host import int64s, to_device
+from ... import checks
+from ...checks import explain
+from ...data.batch import PackedBatch, Tokens, pack_tokens
+from ...data.samples import extremes, largest_token
+from ...data.split import split_by_token_budget
+from ...data.trie import build_tree
+from ...errors import SharedPromptError
+from ...host import int64s, to_device
 
 MAX_TOKENS = 1 << 15
 # Fewest tokens that a node must save. A node more is a query tile more in the forward alone, which

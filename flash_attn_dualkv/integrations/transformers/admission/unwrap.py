@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...checks import explain
-from ...errors import SharedPromptError
+from ....checks import explain
+from ....errors import SharedPromptError
 
 # Attributes in which wrappers (DDP, FSDP1, torch.compile, accelerate, DeepSpeed) keep the model.
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")

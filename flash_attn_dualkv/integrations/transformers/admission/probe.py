@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...checks import explain
-from ...data.batch import PackedBatch
-from ...data.pack import pack_shared_prompts
-from ...errors import SharedPromptError
-from .. import guard
-from ..buffers import Kept, described
-from ..lm_head import current_autocast
-from .consequences import Generators, without_consequences
+from .... import guard
+from ....checks import explain
+from ....data.batch import PackedBatch
+from ....data.pack import pack_shared_prompts
+from ....errors import SharedPromptError
+from ....scores import current_autocast
+from ...common.buffers import Kept, described
 from .nudge import nudged
-from .structure import causal_lm_of, decoder_of, is_elsewhere, is_plain, replaced_forward
+from .side_effects import Generators, without_consequences
 from .support import FirstUseError, fields_of, num_mixing_layers, text_config
+from .unwrap import causal_lm_of, decoder_of, is_elsewhere, is_plain, replaced_forward
 
 # Length of the prompt, of each of two responses and of what is packed in front: twice 32 tokens
 # alone, 63 packed.

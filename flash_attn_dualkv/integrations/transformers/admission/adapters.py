@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...checks import explain
-from ...errors import SharedPromptError
+from ....checks import explain
+from ....errors import SharedPromptError
 
 # Adapters that only their type reveals, and why they are not exact.
 _BY_TYPE = {

@@ -18,8 +18,8 @@ from inspect import Parameter
 from types import FunctionType, ModuleType
 from typing import Any
 
-from ..checks import explain
-from ..errors import SharedPromptUnsupportedError
+from ...checks import explain
+from ...errors import SharedPromptUnsupportedError
 
 Make = Callable[[Any], Callable[..., Any]]  # a replacement, of what it replaces
 

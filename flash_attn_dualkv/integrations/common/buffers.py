@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checks import explain
-from ..errors import SharedPromptError
+from ...checks import explain
+from ...errors import SharedPromptError
 
 # Size limit of saved tensors: larger ones are weights of quantized models, which no forward writes.
 _MOST_ELEMENTS = 2**18

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..buffers import Kept, buffers_of
+from ...common.buffers import Kept, buffers_of
 
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 # Attributes that every module has and PyTorch manages.

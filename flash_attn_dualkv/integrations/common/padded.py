@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .. import checks
-from ..data.batch import PackedBatch
-from ..data.pack import pack_prefix_tree
-from ..errors import SharedPromptError, SharedPromptLayoutError
+from ... import checks
+from ...data.batch import PackedBatch
+from ...data.pack import pack_prefix_tree
+from ...errors import SharedPromptError, SharedPromptLayoutError
+from ..transformers import check_supported, register, shared_prompt_forward, wrap
+from ..transformers.admission import support
+from ..transformers.admission.first_use import FirstUseError, check_first_use
+from ..transformers.admission.support import check_attention, text_config
+from ..transformers.admission.unwrap import backbone_name, causal_lm_of
+from ..transformers.forward import check_forward, check_vocabulary
+from ..transformers.zero3 import gathered_modules
 from .fallback import Options, Refusal, Tally, kernels_refusal
-from .transformers import check_supported, register, shared_prompt_forward, support, wrap
-from .transformers.first_use import FirstUseError, check_first_use
-from .transformers.forward import check_forward, check_vocabulary
-from .transformers.gathered import gathered_modules
-from .transformers.structure import backbone_name, causal_lm_of
-from .transformers.support import check_attention, text_config
 
 logger = logging.getLogger(__name__)
 

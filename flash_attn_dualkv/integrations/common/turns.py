@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..data.batch import PackedBatch
-from ..data.pack import group_by_prefix, pack_prefix_tree
-from ..data.prefix_tree import Boundary, PrefixTree
+from ...data.batch import PackedBatch
+from ...data.pack import group_by_prefix, pack_prefix_tree
+from ...data.prefix_tree import Boundary, PrefixTree
 from .fallback import Options
 
 # The row before a branch in each of the branches: the row behind one has the token that it scores,

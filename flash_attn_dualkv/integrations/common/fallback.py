@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..checks import CUDA_DTYPES, explain, spelled_flag
-from ..data.pack import MIN_SHARED, group_by_prefix
-from ..errors import SharedPromptError
-from .transformers.support import kernels_lack
+from ... import checks
+from ...checks import CUDA_DTYPES, explain, spelled_flag
+from ...data.pack import MIN_SHARED, group_by_prefix
+from ...errors import SharedPromptError
+from ..transformers.admission.support import kernels_lack
 
 PREFIX = "shared_prompt"  # of options in configurations, and of metrics
 ENVIRONMENT = "DUALKV_VERL"

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ..checks import explain
-from ..errors import SharedPromptUnsupportedError
-from .replacing import Make, after_import, check_signature, replace_all
+from ...checks import explain
+from ...errors import SharedPromptUnsupportedError
+from .patching import Make, after_import, check_signature, replace_all
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...data.batch import PackedBatch
 from ...layout import SharedPromptLayout
-from .consequences import BOOKKEEPERS, comes_from
-from .structure import decoder_of
+from .admission.side_effects import BOOKKEEPERS, comes_from
+from .admission.unwrap import decoder_of
 
 # Types of text models whose layers are known to work row by row but for attention.
 MODEL_TYPES = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .. import checks
-from ..checks import explain
-from ..errors import SharedPromptLayoutError
-from ..layout import SharedPromptLayout
+from . import checks
+from .checks import explain
+from .errors import SharedPromptLayoutError
+from .layout import SharedPromptLayout
 
 
 @dataclass

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
 
-from ... import kernels
-from ...checks import describe, explain
-from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
+from .... import kernels
+from ....checks import describe, explain
+from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
+from ..hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
 from .adapters import lora_dropouts
-from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
-from .structure import decoder_of
+from .unwrap import decoder_of
 
 # Substrings of the names of inputs other than text.
 MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")

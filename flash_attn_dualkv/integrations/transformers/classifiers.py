@@ -15,14 +15,14 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
+from ...guard import expect_shared_prompt
 from ...host import offsets_of, to_device, untraced
-from ..guard import expect_shared_prompt
-from .first_use import check_first_use
+from .admission.first_use import check_first_use
+from .admission.support import check_attention, check_length, check_supported, num_mixing_layers, text_config
+from .admission.unwrap import backbone_name, causal_lm_of, is_plain, kept_outputs, lock_of, replaced_forward
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .images import row_inputs, towers_without_layout
-from .late import has_foreign_forward
-from .structure import backbone_name, causal_lm_of, is_plain, kept_outputs, lock_of, replaced_forward
-from .support import check_attention, check_length, check_supported, num_mixing_layers, text_config
+from .query_pruning import has_foreign_forward
 
 
 @functools.partial(untraced, reason=COMPILE_THE_MODEL)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""May a model share prompts? Each refusal is decided here."""
