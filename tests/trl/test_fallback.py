@@ -17,7 +17,7 @@ from flash_attn_dualkv.errors import SharedPromptError
 from flash_attn_dualkv.integrations.common import fallback
 from flash_attn_dualkv.integrations.common.fallback import Options
 
-FOLDER = Path(fallback.__file__).parent
+FOLDER = Path(fallback.__file__).parents[1]
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,9 @@ class _SharedPrompts(SharedPrompts):
         except SharedPromptError as error:
             if str(error) not in self.announced:
                 self.announced.add(str(error))
-                refusal = Refusal(getattr(error, "reason", "model"), str(error))
-                self._announce(f"prompts are NOT shared: {refusal.told(data['input_ids'])}")
+                reason = getattr(error, "reason", "model")
+                told = Refusal(reason, str(error)).told(data["input_ids"])
+                self._announce(f"prompts are NOT shared: {told}")
             return str(error)
         return None
 
