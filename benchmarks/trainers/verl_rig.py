@@ -47,6 +47,8 @@ def run(
         torch.save(list(cases), Path(folder) / "cases.pt")
         # torchrun would leave each rank one thread.
         variables = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, **QUIET, **environment}
+        # Megatron writes its choice of attention there, and refuses that of a model in this process.
+        variables = {name: value for name, value in variables.items() if not name.startswith("NVTE_")}
         # In a process of its own, whose memory is freed with it.
         subprocess.run([sys.executable, __file__, folder, "0"], env=variables, check=True, timeout=timeout_s)
         # One rank that fails ends the others, which would wait for it.
