@@ -256,3 +256,13 @@ def test_the_page_names_what_was_compared() -> None:
     cells = row.split("|")[2:]
     for package, cell in zip((versions.OPENRLHF, versions.MS_SWIFT, versions.LLAMA_FACTORY), cells):
         assert cell.split()[0] in package.compared, package.name
+
+
+def test_the_workflow_has_the_jobs_of_ci() -> None:
+    """Each of .ci/run's jobs is one of a pull request's or of the night's, and no other."""
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    groups = [re.search(rf"^{name}=\((.+)\)$", script, re.M) for name in ("usual", "thorough")]
+    expected = [found[1].split() for found in groups if found is not None]
+    assert [found.split(", ") for found in re.findall(r"^ +job: \[(.+)\]$", workflow, re.M)] == expected
+    assert {f"job_{one}" for jobs in expected for one in jobs} == set(re.findall(r"^(job_\w+)\(\)", script, re.M))

@@ -93,8 +93,8 @@ def test_the_sdist_contains_everything(checkout, tmp_path):
     folders = ("csrc", "tests", "benchmarks", "tools", "docs", "flash_attn_dualkv")
     files = [path for folder in folders for path in (checkout / folder).rglob("*") if path.is_file()]
     expected = {str(path.relative_to(checkout)) for path in files if path.suffix != ".pyc"}
-    expected |= {"LICENSE", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".ci/run", ".github/workflows/release.yml"}
-    expected |= {"setup.py", "pyproject.toml", "MANIFEST.in"}
+    expected |= {"LICENSE", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "setup.py", "pyproject.toml", "MANIFEST.in"}
+    expected |= {".ci/run", ".github/workflows/ci.yml", ".github/workflows/release.yml"}
     assert expected <= packed, sorted(expected - packed)
 
 
