@@ -126,6 +126,8 @@ def shared_prompt_forward(
             check_divided(layout, batch.layout)
             common.note(batch.layout, (temperature, with_entropy))
             common.update(response_lens=batch.response_lens, token_index=batch.token_index)
+            if layout.input_ids is batch.layout.input_ids:  # which `of` has compared
+                common["input_ids"] = None
     distinct = batch.distinct
     token_index, targets = distinct.pick(batch.token_index), distinct.pick(batch.targets)
     if layout is not None:
