@@ -23,12 +23,11 @@ from ..errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTyp
 from ..host import device_of_group, untraced
 from ..layout import SharedPromptLayout
 
-# What is compared of ranks that divide a row, by the names that errors say; the last ones are tensors.
+# What is compared of ranks that divide a row, by the names that errors say.
 _COMMON = (
     "sharing", "node_lens and node_parents", "pad", "response_lens", "options", "input_ids", "token_index", "row_index",
 )  # fmt: skip
-_TENSORS = 3
-_UNKNOWN = -(1 << 63)  # below all numbers that stand for values, and its own negative
+_UNKNOWN = -(1 << 63)
 _MIXERS = -7046029254386353131, -4658895280553007687, -7723592293110705685  # odd, those of splitmix64
 
 _weights: dict[torch.device, Tensor] = {}
@@ -177,7 +176,7 @@ _outer: ContextVar[Common | None] = ContextVar("dualkv_common", default=None)
 def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
     """Compare what the body notes with what it notes on the other ranks of groups, before any of them goes on.
 
-    Every rank must enter. The body ends with one reduction of a few numbers (in each group, if there are several), and
+    Every rank must enter. The body ends with one gathering of a few numbers (in each group, if there are several), and
     the host reads the result. A rank whose body raises takes part as well, because the others would wait for it. One
     inside of another adds to what that one compares.
 
@@ -197,46 +196,45 @@ def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
         own = _numbers(common)
     except Exception:
         with suppress(Exception):  # what the body raises says more
-            _largest(groups, _numbers(Common(), failed=dist.get_rank()))
+            _gathered(groups, _numbers(Common(), failed=dist.get_rank()))
         raise
     finally:
         _outer.reset(token)
-    (failed, *most), (_, *least) = _largest(groups, own)
-    if failed != _UNKNOWN:
+    found = [*zip(*_gathered(groups, own))]
+    failed = next((rank for rank in found[0] if rank != _UNKNOWN), None)
+    if failed is not None:
         expected, got = "ranks that all come to this micro-batch", f"an error on rank {failed}, which says there why"
         raise SharedPromptError(explain("group", expected, got))
-    differing = [name for name, one, other in zip(_COMMON, most, least) if _UNKNOWN != one != -other]
+    differing = [name for name, values in zip(_COMMON, found[1:]) if len({*values} - {_UNKNOWN}) > 1]
     if differing:
         expected = "the same on all ranks that divide its row (a sampler gives them the same samples)"
         raise SharedPromptError(explain("batch", expected, f"other {', '.join(differing)} on some"))
 
 
-def _largest(groups: Sequence[Any], numbers: Tensor) -> list[list[int]]:
+def _gathered(groups: Sequence[Any], numbers: Tensor) -> list[list[int]]:
+    """The numbers of all ranks of the groups."""
     for group in groups:
-        numbers = numbers.to(device_of_group(group))
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+        numbers, _ = all_gather(numbers.to(device_of_group(group)), group)
     found: list[list[int]] = numbers.tolist()
     return found
 
 
 @untraced
-@torch.inference_mode(False)
 def _numbers(common: Common, failed: int = _UNKNOWN) -> Tensor:
-    """(2, 1 + n): the rank that has failed, and what stands for each value; their negatives.
+    """(1, 1 + n): the rank that has failed, and what stands for each value.
 
     For a tensor that is the sum of its integers, each plus 1 and times a number of its place: few launches.
     """
     values = [common.get(name) for name in _COMMON]
     tensors = {at: one for at, one in enumerate(values, 1) if isinstance(one, Tensor) and not one.is_meta}
     device = next((one.device for one in tensors.values()), torch.device("cpu"))
-    own = [failed, *map(_number_of, values)]
-    both = torch.tensor([own, [one if one == _UNKNOWN else -one for one in own]], device=device)
+    own = torch.tensor([[failed, *map(_number_of, values)]], pin_memory=device.type == "cuda")
+    own = own.to(device, non_blocking=True)
     for at, one in tensors.items():
-        weights = _weights_of(one.numel(), device)
-        torch.sum(torch.addcmul(weights, one.reshape(-1).to(device), weights), 0, out=both[0, at])
-    if tensors:
-        torch.neg(both[0, -_TENSORS:], out=both[1, -_TENSORS:])
-    return both
+        one = one.to(device)
+        weights = _weights_of(len(one), device)
+        torch.sum(torch.addcmul(weights, one, weights), 0, out=own[0, at])
+    return own
 
 
 def _number_of(value: Any) -> int:
@@ -246,14 +244,20 @@ def _number_of(value: Any) -> int:
     return hash(tuple(value.encode()) if isinstance(value, str) else value)
 
 
+@torch.inference_mode(False)  # kept for calls outside of it
+def _new_weights(count: int, device: torch.device) -> Tensor:
+    found = torch.arange(1, count + 1, device=device).mul_(_MIXERS[0])
+    for mixer in _MIXERS[1:]:
+        found.bitwise_xor_(found >> 31).mul_(mixer)
+    return found.bitwise_xor_(found >> 29)
+
+
 def _weights_of(count: int, device: torch.device) -> Tensor:
     """(count,) numbers without a pattern, the same everywhere."""
-    if device not in _weights or len(_weights[device]) < count:
-        found = torch.arange(1, 1 << (count + 1).bit_length(), device=device).mul_(_MIXERS[0])
-        for mixer in _MIXERS[1:]:
-            found.bitwise_xor_(found >> 31).mul_(mixer)
-        _weights[device] = found.bitwise_xor_(found >> 29)
-    return _weights[device][:count]
+    known = _weights.get(device)
+    if known is None or len(known) < count:
+        known = _weights[device] = _new_weights(1 << (count + 1).bit_length(), device)
+    return known[:count]
 
 
 class Sum(torch.autograd.Function):
