@@ -81,6 +81,8 @@ def check_first_use(
         known = _errors.setdefault(stock, {})
         # Keyed by the outermost module too, which takes part in the trial.
         outer = None if model is None else weakref.ref(model)
+        # Those without buffers, as most heads are, ask for no trial of their own.
+        stateless = [one for one in stateless if next(one.buffers(), None) is not None]
         state = (*_state_of(stock), self_check, share_lora_dropout, outer, frozenset(map(id, stateless)))
         if state not in known:
             if len(known) >= MOST_STATES:
