@@ -15,13 +15,12 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
-from ...guard import expect_shared_prompt
 from ...host import offsets_of, to_device, untraced
 from .admission.first_use import check_first_use
-from .admission.support import check_attention, check_length, check_supported, num_mixing_layers, text_config
+from .admission.support import check_attention, check_length, check_supported, text_config
 from .admission.unwrap import backbone_name, causal_lm_of, is_plain, kept_outputs, lock_of, replaced_forward
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
-from .images import row_inputs, towers_without_layout
+from .packed_forward import packed_forward, packed_row
 from .query_pruning import has_foreign_forward
 
 
@@ -75,11 +74,10 @@ def shared_prompt_values(
                 return values_of_rows(classifier, wanted, inputs)
             return _values_as_wrapped(stock, classifier, wanted, inputs)
 
-        inputs = row_inputs(classifier, batch)
+        row = packed_row(classifier, batch)
         wanted = to_device([wanted], batch.input_ids.device)[0]
-        expected = expect_shared_prompt(batch.layout, num_mixing_layers(classifier))
-        with expected, towers_without_layout(classifier, batch), replaced_forward(classifier, answer) as call:
-            values: Tensor = call(model, inputs)
+        with packed_forward(row), replaced_forward(classifier, answer) as call:
+            values: Tensor = call(model, row.inputs)
     return values
 
 

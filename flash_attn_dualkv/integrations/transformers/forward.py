@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import torch
@@ -22,16 +22,14 @@ from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptTypeError
-from ...guard import expect_shared_prompt
 from ...host import to_device, untraced
 from ...parallel.sharded import DividedLayout, check_divided, same_on_all_ranks
 from ...scores import rows_of_a_chunk, score_in_chunks
 from ..common.buffers import unchanged_buffers
 from .admission.first_use import check_first_use
-from .admission.support import check_attention, check_length, check_supported, num_mixing_layers, text_config
+from .admission.support import check_attention, check_length, check_supported, text_config
 from .admission.unwrap import backbone_name, causal_lm_of, is_elsewhere, kept_outputs, lock_of, replaced_forward
-from .images import row_inputs, towers_without_layout
-from .query_pruning import late_layout
+from .packed_forward import packed_forward, packed_row
 from .zero3 import already_gathered, gathered_modules, head_modules, score_gathered
 
 Head = Callable[[Tensor], Tensor]  # (m, D) -> (m, vocabulary)
@@ -246,16 +244,12 @@ def _scored(
         check_first_use(causal_lm, batch.input_ids.device, model=model, stateless=head, **first_use)
         check_vocabulary(causal_lm, batch)
         check_length(causal_lm, batch.layout.max_sequence)
-        inputs = row_inputs(causal_lm, batch, layout)
-        if drop_unread:
-            late = late_layout(causal_lm, batch, read)
-            inputs["shared_prompt_layout"] = replace(inputs["shared_prompt_layout"], late=late)
+        row = packed_row(causal_lm, batch, layout, drop_unread=drop_unread, rows=read)
         scorer = _Scorer(causal_lm, backbone, rows, score)
-        expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
-        with expected, towers_without_layout(causal_lm, batch), replaced_forward(causal_lm, scorer) as call:
+        with packed_forward(row), replaced_forward(causal_lm, scorer) as call:
             # Through the outermost module, so that wrappers see one forward with the scores as its
             # output.
-            scores: tuple[Tensor, ...] = call(model, inputs)
+            scores: tuple[Tensor, ...] = call(model, row.inputs)
     # Wrappers may round their output (FSDP 2's output_dtype): meant for logits, not for scores.
     return tuple(own if own.dtype != one.dtype else one for own, one in zip(scorer.kept, scores))
 
