@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 _said: set[str] = set()
@@ -29,4 +30,8 @@ def say_once(text: str, about: str | None = None) -> None:
     about = about or text
     if about not in _said:
         _said.add(about)
-        warnings.warn(f"flash_attn_dualkv: {text}", stacklevel=5)
+        level, frame = 1, sys._getframe()
+        # The caller's line: outside of this package.
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(f"flash_attn_dualkv: {text}", stacklevel=level)

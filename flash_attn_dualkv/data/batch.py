@@ -19,8 +19,9 @@ from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import SeparatelyPickled, expand, int64s, kept, offsets_of, same_device, take, to_device, untraced
 from ..layout import SharedPromptLayout
 from ..nodes import visible_pairs
+from .given import named, selected
 from .prefix_tree import PrefixTree, Spans
-from .samples import named, selected
+from .samples import Samples
 
 IGNORED_LABEL = -100
 PADDING_TOKEN = 0  # any id that every vocabulary has
@@ -310,38 +311,21 @@ class PackedBatch(SeparatelyPickled):
         return replace(self, **changes)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """What is packed: the tokens of all sequences, one sequence after the other, and which of them are scored."""
-
-    ids: Tensor  # (sum L,) of any integer type, on any device
-    scored_lens: Sequence[int]  # (B,)
-    max_token: int
-    mask: Tensor | None = None  # (sum L,) 1 for the scored ones, beside the ids; None: the last ones of each sequence
-    row_values: Mapping[str, Tensor] = field(default_factory=dict)  # (..., sum L) each
-    group_values: Mapping[str, Sequence[Any]] | None = None  # B each
-    images: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)  # B each, equal for those of a root
-
-
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
-def pack_tokens(
-    tokens: Tokens,
-    tree: PrefixTree,
-    pad_to_multiple_of: int | None,
-    device: torch.device | str | None,
-    own_labels: bool = False,
+def pack(
+    samples: Samples, tree: PrefixTree, pad_to_multiple_of: int | None = None, device: torch.device | str | None = None
 ) -> PackedBatch:
-    """The batch of a tree of sequences: a few numbers for each node and sequence are copied, and tokens if elsewhere.
+    """The batch of samples and their tree: a few numbers a node and sequence are copied, and tokens if elsewhere.
 
     What these numbers mean for each row and each scored token is worked out on the device. `pad_to_multiple_of` and
-    `device` are those of `pack_shared_prompts`, `own_labels` is that of `PackedBatch`.
+    `device` are those of `pack_shared_prompts`.
     """
-    device = tokens.ids.device if device is None else checks.device(device)
-    rows, scored, pad = sum(tree.node_lens), sum(tokens.scored_lens), 0
+    device = samples.ids.device if device is None else checks.device(device)
+    rows, scored, pad = sum(tree.node_lens), sum(samples.scored_lens), 0
     if pad_to_multiple_of is not None:
         pad = -rows % checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
     host = SharedPromptLayout.from_tree(tree.node_lens, tree.node_parents, pad=pad)
-    scored_lens, firsts = tokens.scored_lens, [*accumulate(tree.sequence_lens, initial=0)]
+    scored_lens, firsts = samples.scored_lens, [*accumulate(tree.sequence_lens, initial=0)]
     # Shifts from a row's number to the place of its token, and to its position; one a node.
     positions = [begin - row for begin, row in zip(tree.begins, accumulate(tree.node_lens, initial=0))]
     sources = [firsts[source] + position for source, position in zip(tree.sources, positions)]
@@ -351,7 +335,7 @@ def pack_tokens(
     befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored_lens, behind)]
     places = [index * longest - own for index, own in enumerate(behind[:-1])]
     numbers = map(int64s, (tree.node_lens, scored_lens, positions, sources, befores, places, firsts))
-    ids, mask = tokens.ids, tokens.mask
+    ids, mask = samples.ids, samples.mask
     given = [] if same_device(ids.device, device) else [one.cpu().long() for one in (ids, mask) if one is not None]
     nodes, *moved = to_device([host.nodes, *numbers, *Spans.of(tree), *given], device)
     lens, counts, to_position, to_source, to_before, to_place, offsets = moved[:7]
@@ -373,7 +357,7 @@ def pack_tokens(
     # The target that comes first among those that a row scores.
     first = targets.new_full((rows + pad,), scored)
     first.scatter_reduce_(0, token_index, torch.arange(scored, device=device), "amin")
-    group_values = named("group_values", tokens.group_values)
+    group_values = named("group_values", samples.group_values)
     roots = [node for node, parent in enumerate(tree.node_parents) if parent < 0]
     input_ids = _padded(take(ids, source_index), pad, PADDING_TOKEN)
     return PackedBatch(
@@ -389,11 +373,22 @@ def pack_tokens(
         offsets,
         _padded(source_index, pad, -1),
         tuple(scored_lens),
-        tokens.max_token,
-        own_labels,
-        {name: _of_rows(name, one, source_index, spans, pad) for name, one in tokens.row_values.items()},
+        samples.max_token,
+        _has_own_labels(tree, samples),
+        {name: _of_rows(name, one, source_index, spans, pad) for name, one in samples.row_values.items()},
         {name: _of_groups(name, one, tree) for name, one in group_values.items()},
-        {name: _on(device, [one[tree.sources[root]] for root in roots]) for name, one in tokens.images.items()},
+        {name: _on(device, [one[tree.sources[root]] for root in roots]) for name, one in samples.images.items()},
+    )
+
+
+def _has_own_labels(tree: PrefixTree, samples: Samples) -> bool:
+    """True if each scored token has a row of its own: rows that score a sequence lie in a node of this one only."""
+    sequences = zip(tree.leaves, tree.sequence_lens, samples.scored_lens)
+    is_alone = samples.mask is None and len({*tree.leaves}) == len(tree.leaves)
+    return is_alone and all(
+        tree.begins[leaf] < length - scored and tree.begins[leaf] + tree.node_lens[leaf] == length
+        for leaf, length, scored in sequences
+        if scored
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import checks
 from ..checks import check_count, describe, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from .samples import groups_of, named
+from .given import groups_of, named
 
 ImageValues = Mapping[str, Sequence[Tensor | None]]
 

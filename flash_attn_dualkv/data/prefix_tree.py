@@ -93,7 +93,7 @@ class PrefixTree:
             for leaf, length in zip(self.leaves, self.sequence_lens)
         )
 
-    def part(self, chosen: Sequence[int]) -> PrefixTree:
+    def take(self, chosen: Sequence[int]) -> PrefixTree:
         """The tree of some of the sequences, in this order: the nodes on their paths, cut behind the last token of all.
 
         Nodes begin where they begin here, so that a node may have a single child.

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What callers give: checked, copied to the host once, and grouped by their prompts."""
+"""Sequences that are to be packed, as callers hold them: lists, padded tensors, jagged tensors.
+
+Each reader checks what it is given and copies the tokens to the host once, where what they share is worked out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -11,191 +17,90 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import check_count, explain
-from ..errors import SharedPromptError, SharedPromptTypeError
-from ..host import int64s, ints, memory_of, offsets_of, take, to_host
+from ..errors import SharedPromptError, say_once
+from . import given
+from .given import WORD, GroupIds, TokenIds, bytes_of, groups_of, named
+from .images import ImageValues, images_of
 
-_WORD = torch.int64.itemsize
-_MOST = torch.iinfo(torch.int64).max
-_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
-# Types of masks, beside integers: 0.0 and 1.0 are as exact as False and True.
-MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-TokenIds = Tensor | Sequence[int]
-GroupIds = Iterable[Hashable] | Tensor
+RowValues = Mapping[str, Any]
+GroupValues = Mapping[str, Sequence[Any]]
 
 
-# Tokens
+@dataclass(frozen=True)
+class Samples:
+    """B checked sequences, with a copy of their tokens on the host.
 
-
-def sequences_of(name: str, values: Any, of: str = "token sequences") -> Sequence[Any]:
-    """A list of sequences. No matrix: its rows are equally long, whether all of their tokens are real or not."""
-    if type(values) is not list and getattr(values, "ndim", 1) > 1:
-        if isinstance(values, Tensor) and values.is_nested:
-            got = f"a nested tensor (pack_jagged takes whole sequences, {name}.unbind() is a list)"
-        else:
-            got = (
-                "a matrix, whose padding would be tokens (pack_padded takes a padded batch and its mask; only where no "
-                f"row is padded, list({name}))"
-            )
-        raise SharedPromptTypeError(explain(name, f"a list of {of}", got))
-    return checks.items(name, values, of)
-
-
-def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
-    """A 1-D integer tensor; Python sequences become one on the CPU."""
-    if not isinstance(tokens, Tensor):
-        expected = "a 1-D integer tensor or a sequence of ints"
-        if isinstance(tokens, (str, bytes, dict, set, frozenset)):
-            raise SharedPromptTypeError(explain(name, expected, checks.describe(tokens)))
-        try:
-            if type(tokens) in (list, tuple) and {*map(type, tokens)} == {int}:
-                return ints(tokens, torch.int64)
-            tokens = torch.tensor(tokens, device="cpu", dtype=None if len(tokens) else torch.int64)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise SharedPromptTypeError(explain(name, expected, f"{checks.describe(tokens)} ({error})")) from None
-    return checks.integers(name, tokens, 1, also)
-
-
-def token_lists(given: Iterable[Any], *names: str, also: Sequence[torch.dtype] = ()) -> tuple[Tensor, list[int]]:
-    """The tokens of sequences all in one, contiguous, and how many each has; of several names they come in turns.
-
-    `also` are types that they may have, beside integers.
+    Attributes:
+        ids: (sum L,) tokens of any integer type, one sequence after the other, where they were given.
+        lengths: (B,) L_i.
+        scored_lens: (B,) how many tokens of each are scored.
+        max_token: the largest token.
+        host: int64 on the host, with what must be equal for tokens to share a row: the tokens themselves, or keys.
+        begins: (B,) where the sequences begin there.
+        prompt_lens: (B,) tokens of the prompt, after which all are scored; None for sequences without prompts.
+        gaps: (B,) padding between a prompt and its response on the host; empty for none.
+        mask: (sum L,) 1 for the scored tokens, beside `ids`; None: the last ones of each sequence.
+        group_ids: (B,) only sequences with equal ones share tokens; None: all may.
+        row_values: by name, (..., sum L) what belongs to tokens.
+        group_values: by name, B values of what belongs to prompts or trees.
+        images: by name, B tensors or None.
+        image_keys: (B,) equal numbers for equal images.
     """
-    tokens = [*given]
-    dtypes = _INTEGERS.union(also)
-    # To check thousands one by one would take a millisecond.
-    if not all(type(one) is Tensor and one.dim() == 1 and one.dtype in dtypes for one in tokens):
-        count = len(names)
-        tokens = [_tokens(f"{names[index % count]}[{index // count}]", one, also) for index, one in enumerate(tokens)]
-    _common_device(tokens)
-    if not tokens:
-        return torch.empty(0, dtype=torch.int64, device="cpu"), []
-    together = checks.integers(" and ".join(names), torch.cat(tokens), 1, also)
-    return together, [*map(Tensor.numel, tokens)]
 
+    ids: Tensor
+    lengths: Sequence[int]
+    scored_lens: Sequence[int]
+    max_token: int
+    host: Tensor
+    begins: Sequence[int]
+    prompt_lens: Sequence[int] | None = None
+    gaps: Sequence[int] = ()
+    mask: Tensor | None = None
+    group_ids: Sequence[Hashable] | None = None
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)
+    group_values: GroupValues | None = None
+    images: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
+    image_keys: Sequence[int] = ()
 
-def largest_token(name: str, extremes: Tensor) -> int:
-    """The larger; SharedPromptError for negative ones: what marks padding or ignored labels elsewhere is no token."""
-    smallest, largest = extremes.tolist()
-    if smallest < 0:
-        raise SharedPromptError(explain(name, "token ids >= 0", smallest))
-    return int(largest)
+    @cached_property
+    def host_ids(self) -> Tensor:
+        """(sum L,) what `host` has of the sequences, one after the other."""
+        begins, parts = self.begins, [*zip(self.begins, self.lengths)]
+        if self.gaps and self.prompt_lens:
+            after = [*map(int.__add__, map(int.__add__, begins, self.prompt_lens), self.gaps)]
+            parts = [*chain.from_iterable(zip(zip(begins, self.prompt_lens), zip(after, self.scored_lens)))]
+        elif len(self.host) == sum(self.lengths):
+            return self.host
+        return torch.cat([self.host[begin : begin + length] for begin, length in parts])
 
+    def beside(self, row_values: Mapping[str, Tensor], group_values: Any, images: ImageValues | None) -> Samples:
+        """These samples with what belongs to their tokens and prompts."""
+        of_samples, keys = images_of(images, len(self.lengths))
+        changes = dict(row_values=row_values, group_values=group_values, images=of_samples, image_keys=keys)
+        return replace(self, **changes)
 
-def check_padding(pad_token_id: Any, tokens: Tensor, lengths: Sequence[int], *names: str) -> None:
-    """Refuse the token of padding in sequences, where its rows would be a response's own.
+    def groups(self) -> list[list[int]]:
+        """Samples with the same prompt and images, or with the same id, where both must then be equal.
 
-    Args:
-        pad_token_id: None where nothing is known of padding.
-        tokens: of all sequences, on the host.
-        lengths: of each; of several names sequences come in turns.
-    """
-    if pad_token_id is None:
-        return
-    padding = (tokens == checks.integer("pad_token_id", pad_token_id, 0, _MOST)).nonzero()
-    if len(padding):
-        first, ends = int(padding[0]), offsets_of(int64s(lengths))[1:]
-        index = int(torch.searchsorted(ends, first, right=True))
-        place = first - int(ends[index]) + lengths[index]
-        expected = f"tokens alone, no padding (pad_token_id={pad_token_id}; pack_padded takes a padded batch)"
-        name = f"{names[index % len(names)]}[{index // len(names)}]"
-        raise SharedPromptError(explain(name, expected, f"padding at place {place} of {lengths[index]}"))
-
-
-def extremes(tokens: Tensor) -> Tensor:
-    """(2,) int64: the smallest and the largest of tokens, where they are; of none 0 and 0."""
-    if tokens.numel() == 0:
-        return tokens.new_zeros(2, dtype=torch.int64)
-    return torch.stack([*torch.aminmax(tokens)]).long()
-
-
-def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
-    """values[mask], of which there are `count`. Indexing with a mask would wait for the GPU to count them."""
-    mask = mask.reshape(-1) == 1
-    places = torch.where(mask, mask.cumsum(0) - 1, count)  # all that is left out goes to one place behind the others
-    chosen = values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))
-    return chosen[:count]
-
-
-def jagged(name: str, values: Any) -> Any:
-    """A nested tensor without gaps; a type checker knows nothing of its methods."""
-    if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
-        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", checks.describe(values)))
-    nested: Any = values
-    if nested.lengths() is not None:
-        raise SharedPromptError(explain(name, "no gaps between the sequences", "some, as torch.nested.narrow makes"))
-    return nested
-
-
-def position_rows(values: Any) -> Tensor:
-    """(n, T) of jagged (B, T_i) or (B, n, T_i) values, such as positions of time, height and width."""
-    flat: Tensor = values.values()
-    if values.dim() == 2:
-        return flat[None]
-    if getattr(values, "_ragged_idx", 2) == 2:
-        return flat
-    # Samples of one length: the number of rows was taken for what differs.
-    return flat.unflatten(0, (len(values), -1)).transpose(0, 1).flatten(1)
-
-
-# Lengths
-
-
-def ones_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """(B,) each, on the device: where the ones of a row begin, how many, in how many runs; how many other values."""
-    ones = mask == 1
-    rises = (ones[:, 1:] & ~ones[:, :-1]).sum(1) + ones[:, :1].sum(1)
-    return (ones.cumsum(1) == 0).sum(1), ones.sum(1), rises, (~ones & (mask != 0)).sum(1)
-
-
-def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: Sequence[int]) -> list[int]:
-    """Numbers of prompt tokens, one for each sequence and no longer than that."""
-    given = checks.lengths(name, fetched[0].tolist() if fetched else lengths, len(totals), "samples")
-    for index, (length, total) in enumerate(zip(given, totals)):
-        if length > total:
-            raise SharedPromptError(explain(f"{name}[{index}]", f"0 .. {total}, its sequence's tokens", length))
-    return given
-
-
-# The copy to the host
-
-
-def _common_device(tensors: Sequence[Tensor]) -> torch.device:
-    device = tensors[0].device if tensors else torch.device("cpu")
-    for other in {one.device for one in tensors} - {device}:
-        raise SharedPromptError(explain("device", f"{device} for all tensors, as the first", other))
-    return device
-
-
-def fetch(
-    tensors: Sequence[Tensor], group_ids: GroupIds | None, count: int, like: str = "prompts"
-) -> tuple[list[Tensor], list[Hashable] | None]:
-    """The tensors (flat int64) and the group ids, one for each sample, on the host; one copy from a GPU."""
-    device = _common_device(tensors)
-    ids = None if group_ids is None else checks.group_ids(group_ids)
-    if ids is not None:
-        check_count("group_ids", ids, count, like)
-    if isinstance(ids, Tensor) and ids.device == device:
-        *host, copied = to_host([*tensors, ids])
-        return host, copied.tolist()
-    return to_host(tensors), ids.tolist() if isinstance(ids, Tensor) else ids
-
-
-# Groups
-
-
-def bytes_of(tokens: Tensor, begins: Iterable[int], lengths: Iterable[int]) -> list[bytes]:
-    """Bytes of each run of the tokens (int64 on the host, contiguous)."""
-    words = memory_of(tokens)
-    return [words[begin * _WORD : (begin + length) * _WORD].tobytes() for begin, length in zip(begins, lengths)]
-
-
-def groups_of(keys: Iterable[Hashable]) -> list[list[int]]:
-    """The places of equal keys, in the order of the first of them."""
-    groups: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
-    return list(groups.values())
+        Raises:
+            SharedPromptError: an empty prompt, or no sample; samples of one id that differ.
+        """
+        lengths = self.prompt_lens or ()
+        if not lengths:
+            raise SharedPromptError(explain("prompts", "at least one", 0))
+        if 0 in lengths:
+            raise SharedPromptError(explain(f"prompts[{lengths.index(0)}]", "at least one token", 0))
+        prompts = bytes_of(self.host, self.begins, lengths)
+        images = self.image_keys or [0] * len(lengths)
+        if self.group_ids is None:
+            return groups_of(zip(_short_keys(prompts), images))
+        groups = groups_of(self.group_ids)
+        for first, other in ((members[0], other) for members in groups for other in members[1:]):
+            for what, values in (("prompts", prompts), ("images", images)):
+                if values[other] != values[first]:
+                    expected = f"equal {what} of the samples with the id {self.group_ids[other]!r}"
+                    raise SharedPromptError(explain("group_ids", expected, f"samples {first} and {other} differ"))
+        return groups
 
 
 def _short_keys(prompts: Iterable[bytes]) -> Iterator[Hashable]:
@@ -205,91 +110,199 @@ def _short_keys(prompts: Iterable[bytes]) -> Iterator[Hashable]:
     """
     first: dict[bytes, bytes] = {}
     for prompt in prompts:
-        some = prompt[:: 8 * _WORD]
+        some = prompt[:: 8 * WORD]
         yield some if first.setdefault(some, prompt) == prompt else (prompt,)
 
 
-def group(
-    tokens: Tensor,
-    begins: Sequence[int],
-    lengths: Sequence[int],
-    images: Sequence[int],
-    group_ids: Sequence[Hashable] | None,
-    most: Any = None,
-) -> list[list[int]]:
-    """Samples with the same prompt and images, or with the same id, where both must then be equal.
+# Readers
 
-    Args:
-        tokens: int64 on the host, contiguous.
-        begins, lengths: of each prompt among them.
-        images: a number for each sample, equal for equal images.
-        group_ids: one for each sample, or None.
-        most: `max_responses_per_group`.
-    """
-    if not lengths:
-        raise SharedPromptError(explain("prompts", "at least one", 0))
-    if 0 in lengths:
-        raise SharedPromptError(explain(f"prompts[{lengths.index(0)}]", "at least one token", 0))
-    prompts = bytes_of(tokens, begins, lengths)
-    if group_ids is None:
-        groups = groups_of(zip(_short_keys(prompts), images))
+
+def read_prompts(
+    prompts: Sequence[TokenIds],
+    responses: Sequence[TokenIds],
+    *,
+    group_ids: GroupIds | None = None,
+    pad_token_id: int | None = None,
+    row_values: RowValues | None = None,
+    group_values: GroupValues | None = None,
+    images: ImageValues | None = None,
+) -> Samples:
+    """Arguments of `pack_shared_prompts`."""
+    prompts = given.sequences_of("prompts", prompts)
+    responses = given.sequences_of("responses", responses)
+    check_count("responses", responses, len(prompts), "prompts")
+    tokens, lengths = given.token_lists(chain.from_iterable(zip(prompts, responses)), "prompts", "responses")
+    # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
+    (host, bounds), ids = given.fetch([tokens, given.extremes(tokens)], group_ids, len(prompts))
+    largest = given.largest_token("prompts and responses", bounds)
+    given.check_padding(pad_token_id, host, lengths, "prompts", "responses")
+    prompt_lens, response_lens = lengths[::2], lengths[1::2]
+    totals = [*map(int.__add__, prompt_lens, response_lens)]
+    values = {name: given.listed(name, tensors, totals) for name, tensors in named("row_values", row_values).items()}
+    begins = [*accumulate(totals, initial=0)][:-1]
+    texts = Samples(tokens, totals, response_lens, largest, host, begins, prompt_lens, (), None, ids)
+    return texts.beside(values, group_values, images)
+
+
+def read_padded(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    prompt_length: int | Sequence[int] | Tensor,
+    *,
+    group_ids: GroupIds | None = None,
+    row_values: RowValues | None = None,
+    group_values: GroupValues | None = None,
+    images: ImageValues | None = None,
+) -> Samples:
+    """Arguments of `pack_padded`."""
+    input_ids = checks.integers("input_ids", input_ids, 2)
+    attention_mask = checks.integers("attention_mask", attention_mask, 2, given.MASKS)
+    if attention_mask.shape != input_ids.shape:
+        expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
+        raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
+    lens = [checks.integers("prompt_length", prompt_length, 1)] if isinstance(prompt_length, Tensor) else []
+    parts = {"attention_mask": attention_mask}
+    # Arrays of NumPy have a length and are indices, whatever their dimensions.
+    is_list = hasattr(prompt_length, "__len__") and getattr(prompt_length, "ndim", 1) > 0
+    if not lens and not is_list:
+        columns = checks.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
+        prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
+        parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
+    # The host needs some numbers of each row, not the mask.
+    ones = [count for mask in parts.values() for count in given.ones_of(mask)]
+    counts = torch.stack(ones).unflatten(0, (len(parts), -1))
+    bounds = given.extremes(torch.where(attention_mask == 1, input_ids, 0))
+    wanted = [input_ids, counts, bounds, *lens]
+    (host, counted, bounds, *fetched), labels = given.fetch(wanted, group_ids, len(input_ids))
+    largest = given.largest_token("input_ids", bounds)
+    (begins, lengths, *_), *others = numbers = counted.view(counts.shape).tolist()
+    for name, (_, _, runs, wrong) in zip(parts, numbers):
+        if any(wrong):
+            raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
+        if max(runs, default=0) > 1:
+            got = f"a hole in row {[count > 1 for count in runs].index(True)}"
+            raise SharedPromptError(explain(name, "ones that stand together in each row", got))
+    rows = range(0, host.numel(), max(1, input_ids.shape[1]))
+    gaps: list[int] = []
+    if others:
+        prompt_lens, (behind, response_lens, *_) = lengths, others[0]
+        _say_where_prompts_end(columns, begins, lengths, response_lens)
+        gaps = [columns + then - begin - length for begin, length, then in zip(begins, lengths, behind)]
     else:
-        groups = groups_of(group_ids)
-        for first, other in ((members[0], other) for members in groups for other in members[1:]):
-            for what, one in (("prompts", prompts), ("images", images)):
-                if one[other] != one[first]:
-                    expected = f"equal {what} of the samples with the id {group_ids[other]!r}"
-                    raise SharedPromptError(explain("group_ids", expected, f"samples {first} and {other} differ"))
-    step = len(lengths) if most is None else checks.integer("max_responses_per_group", most, 1)
-    return [members[at : at + step] for members in groups for at in range(0, len(members), step)]
+        prompt_lens = given.prompt_lengths("prompt_length", prompt_length, fetched, lengths)
+        response_lens = [total - length for total, length in zip(lengths, prompt_lens)]
+    totals = [*map(int.__add__, prompt_lens, response_lens)]
+    places = torch.arange(input_ids.numel(), device=input_ids.device)
+    kept = given.selected(places, attention_mask, sum(totals))
+
+    def flat(name: str, values: Any) -> Tensor:
+        if not isinstance(values, Tensor) or values.shape[-2:] != input_ids.shape:
+            expected = f"a tensor of shape (..., {len(input_ids)}, {input_ids.shape[1]}), as input_ids"
+            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, checks.describe(values)))
+        return values.flatten(-2).index_select(-1, kept.to(values.device))
+
+    tokens = input_ids.flatten().index_select(0, kept)
+    values = {name: flat(name, tensor) for name, tensor in named("row_values", row_values).items()}
+    begins = [*map(int.__add__, rows, begins)]
+    texts = Samples(tokens, totals, response_lens, largest, host, begins, prompt_lens, gaps, None, labels)
+    return texts.beside(values, group_values, images)
 
 
-# What is scored, and what belongs to rows and groups
+def _say_where_prompts_end(
+    columns: int, begins: Sequence[int], lengths: Sequence[int], response_lens: Sequence[int]
+) -> None:
+    """Say it once if a row looks like a padded whole sequence, whose response is among the columns of prompts."""
+    for index, (begin, length, response_len) in enumerate(zip(begins, lengths, response_lens)):
+        if response_len == 0 and 0 < begin + length < columns:
+            say_once(
+                f"prompt_length: with {columns}, row {index} has {length} prompt tokens, padding behind them and no "
+                "response. If rows are whole sequences, a prompt and its response together, give the number of prompt "
+                "tokens of each row, (B,); if the response is empty, all is well",
+                "prompt_length",
+            )
+            return
 
 
-def joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
-    """All masks in one, each as long as its sequence: int64, with -1 for what is neither 0 nor 1."""
-    mask, sizes = token_lists(sequences_of("loss_mask", loss_mask, "masks"), "loss_mask", also=MASKS)
-    check_count("loss_mask", sizes, len(lengths), "sequences")
-    for index, (size, length) in enumerate(zip(sizes, lengths)):
-        if size != length:
-            raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
-    return torch.where((mask == 0) | (mask == 1), mask, -1).long()
+def read_jagged(
+    input_ids: Tensor,
+    prompt_lens: Sequence[int] | Tensor,
+    *,
+    keys: Tensor | None = None,
+    group_ids: GroupIds | None = None,
+    pad_token_id: int | None = None,
+    row_values: RowValues | None = None,
+    group_values: GroupValues | None = None,
+    images: ImageValues | None = None,
+) -> Samples:
+    """Arguments of `pack_jagged`; `keys`, (sum L,) int64 beside the tokens: only tokens with equal ones share a row."""
+    nested = given.jagged("input_ids", input_ids)
+    if nested.dim() != 2:
+        raise SharedPromptError(explain("input_ids", "2 dimensions", nested.dim()))
+    tokens = checks.integers("input_ids", nested.values(), 1)
+    lens = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
+    by_token = named("row_values", row_values)
+    by_token = {name: given.jagged(f"row_values[{name!r}]", nested) for name, nested in by_token.items()}
+    wanted = [tokens, nested.offsets(), *lens, *(values.offsets() for values in by_token.values())]
+    (host, offsets, *fetched), labels = given.fetch(wanted, group_ids, len(nested))
+    totals = offsets.diff().tolist()
+    lengths = given.prompt_lengths("prompt_lens", prompt_lens, fetched[: len(lens)], totals)
+    begin, end = (int(offsets[at]) for at in (0, -1))
+    largest = given.largest_token("input_ids", given.extremes(host[begin:end]))
+    given.check_padding(pad_token_id, host[begin:end], totals, "input_ids")
+    response_lens = [total - length for total, length in zip(totals, lengths)]
+    values = {}
+    for (name, jagged), own in zip(by_token.items(), fetched[len(lens) :]):
+        rows = given.position_rows(jagged)
+        if rows.shape[-1] != len(tokens):
+            expected = f"{len(tokens)} values (as input_ids)"
+            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, rows.shape[-1]))
+        if not own.equal(offsets):
+            expected = "the offsets of input_ids"
+            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, f"others: {checks.describe(own)}"))
+        values[name] = (rows[0] if jagged.dim() == 2 else rows)[..., begin:end]
+    host = host if keys is None else keys.cpu()
+    begins = offsets[:-1].tolist()
+    texts = Samples(tokens[begin:end], totals, response_lens, largest, host, begins, lengths, (), None, labels)
+    return texts.beside(values, group_values, images)
 
 
-def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
-    """How many tokens of each sequence the mask (on the host) trains."""
-    bounds, sums = offsets_of(int64s(lengths)), offsets_of(mask)
-    if mask.numel() and int(mask.min()) < 0:
-        index = int(torch.searchsorted(bounds, int(mask.argmin()), right=True)) - 1
-        raise SharedPromptError(explain(f"loss_mask[{index}]", "0 and 1", "other values"))
-    firsts = bounds[:-1]
-    # A sequence without tokens counts nothing.
-    trains_first = take(sums, torch.minimum(firsts + 1, bounds[1:])) > take(sums, firsts)
-    if trains_first.any():
-        index = int(trains_first.nonzero()[0])
-        expected = "0 for the first token, which no row scores"
-        raise SharedPromptError(explain(f"loss_mask[{index}][0]", expected, 1))
-    scored: list[int] = take(sums, bounds).diff().tolist()
-    return scored
+def read_sequences(
+    sequences: Sequence[TokenIds],
+    *,
+    loss_mask: Sequence[TokenIds] | None = None,
+    group_ids: GroupIds | None = None,
+    pad_token_id: int | None = None,
+    row_values: RowValues | None = None,
+    group_values: GroupValues | None = None,
+    chosen: Sequence[int] | None = None,
+) -> Samples:
+    """Arguments of `pack_prefix_tree`; what is given for all sequences, and read for the chosen ones."""
+    total = len(given.sequences_of("sequences", sequences))
 
+    def pick(name: str, values: Any) -> Any:
+        # What is given for all sequences is checked by who uses it.
+        if values is None or chosen is None:
+            return values
+        own = checks.items(name, values, "values")
+        check_count(name, own, total, "sequences")
+        return [own[index] for index in chosen]
 
-def named(name: str, values: Any) -> dict[str, Any]:
-    return {} if values is None else checks.instance(name, values, dict, " of names")
-
-
-def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
-    """Tensors of (..., L_i) values, one for each sequence, in one."""
-    name = f"row_values[{name!r}]"
-    values = sequences_of(name, values, "tensors")
-    try:
-        given = [torch.as_tensor(one) for one in values]
-    except (TypeError, ValueError, RuntimeError):
-        raise SharedPromptTypeError(explain(name, "a list of tensors", checks.describe(values))) from None
-    _common_device(given)
-    check_count(name, given, len(lengths), "sequences")
-    for index, (one, length) in enumerate(zip(given, lengths)):
-        if one.dim() == 0 or one.shape[-1] != length or one.shape[:-1] != given[0].shape[:-1]:
-            expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
-            raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(one.shape)))
-    return torch.cat(given, -1)
+    sequences = pick("sequences", sequences)
+    if not len(sequences):
+        raise SharedPromptError(explain("sequences", "at least one", 0))
+    tokens, lengths = given.token_lists(sequences, "sequences")
+    if chosen is not None and isinstance(group_ids, Tensor):
+        group_ids = checks.integers("group_ids", group_ids, 1).tolist()
+    mask = None if loss_mask is None else given.joined_mask(pick("loss_mask", loss_mask), lengths)
+    wanted = [tokens] if mask is None else [tokens, mask]
+    (host, *marks), labels = given.fetch(wanted, pick("group_ids", group_ids), len(lengths), "sequences")
+    largest = given.largest_token("sequences", given.extremes(host))
+    given.check_padding(pad_token_id, host, lengths, "sequences")
+    scored = given.scored_lens(marks[0], lengths) if marks else [max(0, length - 1) for length in lengths]
+    by_token = {name: pick(f"row_values[{name!r}]", values) for name, values in named("row_values", row_values).items()}
+    by_root = {
+        name: pick(f"group_values[{name!r}]", values) for name, values in named("group_values", group_values).items()
+    }
+    values = {name: given.listed(name, tensors, lengths) for name, tensors in by_token.items()}
+    begins = [*accumulate(lengths, initial=0)][:-1]
+    return Samples(tokens, lengths, scored, largest, host, begins, None, (), mask, labels, values, by_root)

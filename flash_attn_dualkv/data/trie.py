@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..host import expand, int64s, offsets_of, take
+from .given import bytes_of
 from .prefix_tree import SHIFTS, Boundary, PrefixTree
-from .samples import bytes_of
 
 
 def build_tree(

@@ -24,7 +24,7 @@ from flash_attn_dualkv import (
     pack_shared_prompts,
     split_by_token_budget,
 )
-from flash_attn_dualkv.data.samples import groups_of
+from flash_attn_dualkv.data.given import groups_of
 from flash_attn_dualkv.data.split import on_equal_terms
 
 

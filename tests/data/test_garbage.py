@@ -85,7 +85,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         api.pack_shared_prompts,
         dict(
             prompts=PROMPTS, responses=RESPONSES, group_ids=[0, 0, 1], boundary="gather",
-            max_responses_per_group=2, pad_token_id=99, pad_to_multiple_of=4, device="cpu",
+            pad_token_id=99, pad_to_multiple_of=4, device="cpu",
             row_values={"height": [torch.arange(len(p) + len(r)) for p, r in zip(PROMPTS, RESPONSES)]},
             group_values={"uid": ["a", "a", "b"]}, images=IMAGES,
         ),

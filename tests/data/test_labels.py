@@ -25,8 +25,8 @@ PROMPTS, RESPONSES = [[5, 6, 7], [5, 6, 7], [8], [5, 6, 7]], [[1, 2], [3], [4, 5
 OPTIONS: list[dict[str, Any]] = [
     {},
     dict(pad_to_multiple_of=8),
-    dict(max_responses_per_group=1),
-    dict(max_responses_per_group=2),
+    dict(group_ids=range(4)),
+    dict(group_ids=[0, 0, 1, 2]),
 ]
 SHARED = r"^labels: expected a row for each of the \d+ scored tokens of all sequences, got \d+ rows"
 
@@ -46,7 +46,7 @@ def test_labels_say_everything_or_raise(options: dict[str, Any]) -> None:
     logits = logits_of(batch)
     torch.testing.assert_close(cross_entropy(logits, batch.labels), by_token(batch, logits))
     gathered = pack_shared_prompts(PROMPTS, RESPONSES, boundary="gather", **options)
-    if options.get("max_responses_per_group") == 1:  # no row stands before a branch
+    if options.get("group_ids") == range(4):  # no row stands before a branch
         torch.testing.assert_close(
             cross_entropy(logits_of(gathered), gathered.labels), by_token(gathered, logits_of(gathered))
         )

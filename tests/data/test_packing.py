@@ -55,15 +55,13 @@ def check_samples(batch: PackedBatch, prompts: Lists, responses: Lists, boundary
 
 
 @settings(deadline=None, max_examples=150)
-@given(samples(), st.sampled_from(BOUNDARIES), st.sampled_from([None, 1, 2]), st.sampled_from([None, 8]))
-def test_round_trip(lists: tuple[Lists, Lists], boundary: Any, limit: int | None, multiple: int | None) -> None:
+@given(samples(), st.sampled_from(BOUNDARIES), st.sampled_from([None, 8]))
+def test_round_trip(lists: tuple[Lists, Lists], boundary: Any, multiple: int | None) -> None:
     prompts, responses = lists
-    options: Any = dict(boundary=boundary, max_responses_per_group=limit, pad_to_multiple_of=multiple)
+    options: Any = dict(boundary=boundary, pad_to_multiple_of=multiple)
     batch = pack_shared_prompts(prompts, responses, **options)
     check_samples(batch, prompts, responses, boundary)
-    distinct = {tuple(one) for one in prompts}
-    copies = [prompts.count(list(one)) for one in distinct]
-    assert batch.layout.num_groups == sum(-(-count // (limit or count)) for count in copies)
+    assert batch.layout.num_groups == len({*map(tuple, prompts)})
     assert multiple is None or (batch.layout.num_tokens % multiple == 0 and batch.layout.pad < multiple)
 
 
@@ -87,7 +85,7 @@ def test_all_forms_on_a_device(device: str, boundary: str, dtype: torch.dtype) -
 
     A prompt length for each row comes as a tensor, a list, a tuple or an array.
     """
-    options: Any = dict(boundary=boundary, pad_to_multiple_of=8, max_responses_per_group=1)
+    options: Any = dict(boundary=boundary, pad_to_multiple_of=8)
     expected = pack_shared_prompts(PROMPTS, RESPONSES, **options)
     prompts, responses = ([one.to(device, dtype) for one in tensors(lists)] for lists in (PROMPTS, RESPONSES))
     whole = [torch.cat(pair) for pair in zip(prompts, responses)]

@@ -25,7 +25,7 @@ from flash_attn_dualkv import (
     unpack_logprobs,
     unpack_to_jagged,
 )
-from flash_attn_dualkv.data.samples import selected, token_lists
+from flash_attn_dualkv.data.given import selected, token_lists
 
 
 def large_batch(samples: int, device: str = "cpu", length: int = 20) -> tuple[list[Tensor], list[Tensor]]:

@@ -67,21 +67,21 @@ def test_a_part_of_a_tree(forest: Forest, boundary: Any, min_shared: int, data: 
     tree = group_by_prefix(sequences, boundary=boundary, min_shared=min_shared)
     every = st.sampled_from(range(len(sequences)))
     chosen = data.draw(st.lists(every, min_size=1, unique=True))
-    part, found = tree.part(chosen), pack(chosen, sequences, tree, boundary).tree
+    part, found = tree.take(chosen), pack(chosen, sequences, tree, boundary).tree
     ids = torch.tensor([token for index in chosen for token in sequences[index]], dtype=torch.int64)
     rows = Spans.of(part).rows(torch.arange(len(ids)))
     row_ids = torch.full((sum(part.node_lens),), -1).index_copy(0, rows, ids)
     assert row_ids[rows].equal(ids) and row_ids.ge(0).all()
     assert (part.sequence_lens, part.boundary) == (found.sequence_lens, found.boundary)
     assert found == part
-    assert tree.part(range(len(sequences))).node_lens == tree.node_lens
+    assert tree.take(range(len(sequences))).node_lens == tree.node_lens
 
 
 def test_a_part_of_sequences_that_are_none() -> None:
     tree = group_by_prefix([[1, 2], [1, 3]])
     for chosen in ([2], [-1]):
         with pytest.raises(SharedPromptError, match="^chosen: expected an int >= 0 and <= 1"):
-            tree.part(chosen)
+            tree.take(chosen)
 
 
 def test_rows_of_tokens() -> None:

@@ -37,7 +37,6 @@ SETUPS: dict[str, Callable[[Path], Any]] = {
     "GRPO, MoE": lambda folder: _run("GRPO", folder, "qwen3_moe"),
     "GRPO, high threshold": lambda folder: _run("GRPO", folder, arguments=dict(min_dedup_ratio=9.0)),
     "GRPO, verified": lambda folder: _run("GRPO", folder, arguments=dict(verify_first_steps=1)),
-    "GRPO, divided groups": lambda folder: _run("GRPO", folder, arguments=dict(max_responses_per_group=2)),
     "GRPO, dropout": _dropout,
     "RLOO": lambda folder: _run("RLOO", folder, beta=0.1),
     "DPO": lambda folder: _run("DPO", folder),

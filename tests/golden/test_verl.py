@@ -55,9 +55,7 @@ def megatron() -> dict[str, Found]:
 
 def _numbers(found: Found) -> Any:
     values = [{name: [one.double() for one in many] for name, many in step.items()} for step in found.values]
-    return dict(
-        engine=found.engine, values=values, metrics=found.metrics, infer=found.infer_metrics, error=found.error
-    )
+    return dict(engine=found.engine, values=values, metrics=found.metrics, infer=found.infer_metrics, error=found.error)
 
 
 @pytest.mark.parametrize("name", [one.name for one in FSDP])

@@ -160,7 +160,7 @@ def test_equal_tokens_and_other_pixels(form: str) -> None:
 def test_groups_that_are_divided_have_their_images_each() -> None:
     four = Pictured.random([([(1, 4, 4)], [3, 2, 4, 1])])
     model = multimodal_model("qwen3_vl", dtype=torch.float64)
-    batch = four.pack(max_responses_per_group=2)
+    batch = four.pack(group_ids=[0, 0, 1, 1])
     assert batch.images["image_grid_thw"].tolist() == [[1, 4, 4]] * 2
     got, _ = dualkv.shared_prompt_forward(model, batch)
     check_equal(got.detach(), dualkv.shared_prompt_forward(model, four.pack())[0].detach(), 1e-12)

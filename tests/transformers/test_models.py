@@ -36,7 +36,6 @@ PACKINGS = {
     "replicate": {},
     "gather": dict(boundary="gather"),
     "replicate, padded": dict(pad_to_multiple_of=16),
-    "gather, split": dict(boundary="gather", max_responses_per_group=1),
 }
 
 

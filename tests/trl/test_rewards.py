@@ -193,7 +193,6 @@ def test_fallback(inputs: dict[str, Any], reason: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (dict(min_shared=None), "^min_shared: expected a number"),
-        (dict(max_responses_per_group=2), "^max_responses_per_group: expected None"),
         (dict(verify_first_steps=1), "^verify_first_steps: expected 0"),
     ],
 )

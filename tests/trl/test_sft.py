@@ -109,7 +109,6 @@ def test_lora_and_evaluation(tmp_path: Path) -> None:
         SLOW("arguments", "everything", dict(padding_free=True, max_length=None), {}, 1.0),
         ("arguments", "turns", dict(label_smoothing_factor=0.1), {}, 0.5),
         ("samples", "turns", {}, dict(min_shared=None), 1.0),
-        SLOW("samples", "everything", {}, dict(max_responses_per_group=2), 1.0),
         ("dedup_ratio", "turns", {}, dict(min_dedup_ratio=9.0), 1.0),
     ],
 )

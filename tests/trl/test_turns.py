@@ -84,7 +84,7 @@ def test_prompts_alone(tmp_path: Path) -> None:
         assert tokens_run(made) == prompts
     samples = rollouts()
     rows = sum(len(p) + len(c) for p, c in samples)
-    for arguments in (dict(min_shared=None), dict(min_shared=LEAST, max_responses_per_group=2), dict(min_shared=600)):
+    for arguments in (dict(min_shared=None), dict(min_shared=600)):
         made = trainer(GRPO, path, tmp_path, arguments={"min_dedup_ratio": 1.0, **arguments})
         compare(trainer(trl.GRPOTrainer, path, tmp_path), made, *padded(samples))
         assert 0.7 * rows < tokens_run(made) / 2 < rows

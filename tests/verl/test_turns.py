@@ -41,7 +41,6 @@ ONE_RANK = [
 ]  # fmt: skip
 PROMPTS_ALONE = [
     case("prompts alone", f"{MODEL}.shared_prompt_min_shared=", tokens=2000, batch=TURNS),
-    case("at most three of a prompt", f"{MODEL}.shared_prompt_max_responses_per_group=3", tokens=2000, batch=TURNS),
 ]
 TWO_RANKS = [
     case("2 ranks", SHORT_NODES, tokens=250, batch=TURNS),

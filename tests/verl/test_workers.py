@@ -32,7 +32,6 @@ EQUAL = [
     case("fixed, several prompts, any order", micro=6, batch=UNEQUAL),
     case("dynamic, several prompts, any order", tokens=150, batch=UNEQUAL),
     case("a group over the budget", tokens=100),
-    case("at most two of a group", f"{MODEL}.shared_prompt_max_responses_per_group=2"),
     case("two optimizer steps", batch=Batch(prompts=4), minis=2),
     case("fsdp1", engine="fsdp"),
     case("padded inputs", "actor_rollout_ref.model.use_remove_padding=False", attention="sdpa", micro=4),

@@ -21,6 +21,7 @@ from ..transformers.admission.support import kernels_lack
 
 PREFIX = "shared_prompt"  # of options in configurations, and of metrics
 ENVIRONMENT = "DUALKV_VERL"
+GONE = "max_responses_per_group"
 
 
 class Options(NamedTuple):
@@ -29,7 +30,6 @@ class Options(NamedTuple):
     Attributes:
         enabled: whether it does at all.
         min_dedup_ratio: with less than so many times fewer tokens stock attention runs.
-        max_responses_per_group: larger groups are divided, each part with its own prompt; or None.
         verify_first_steps: so many calls are computed by stock attention too and compared; if they
             differ by more than rounding, sharing is switched off on all ranks.
         self_check: before the first call in each mode and with each set of active adapters a pair
@@ -43,7 +43,6 @@ class Options(NamedTuple):
 
     enabled: bool = True
     min_dedup_ratio: float = 1.02
-    max_responses_per_group: int | None = None
     verify_first_steps: int = 0
     self_check: bool = True
     min_shared: int | None = MIN_SHARED
@@ -61,14 +60,17 @@ class Options(NamedTuple):
         readers: dict[str, Any] = {
             "enabled": checks.flag,
             "min_dedup_ratio": checks.number,
-            "max_responses_per_group": _count_or_none,
+            # For one release: its error says what to do instead.
+            GONE: _gone,
             "verify_first_steps": lambda name, value: checks.integer(name, value, 0),
             "self_check": checks.flag,
             "min_shared": _count_or_none,
             "drop_unread": checks.flag,
             "share_lora_dropout": checks.flag,
         }
-        options = Options(**{option: readers[option](name, value) for option, (name, value) in settings.items()})
+        read = {option: readers[option](name, value) for option, (name, value) in settings.items()}
+        read.pop(GONE, None)
+        options = Options(**read)
         if options.share_lora_dropout and options.verify_first_steps:
             expected = "False with verify_first_steps, as stock attention draws other masks"
             raise SharedPromptError(explain(settings["share_lora_dropout"][0], expected, True))
@@ -85,7 +87,7 @@ class Options(NamedTuple):
             ValueError: an unknown option or a wrong value; the message names the setting.
         """
         given: dict[str, tuple[str, Any]] = {}
-        variables = {f"{ENVIRONMENT}_{option.upper()}": option for option in Options._fields}
+        variables = {f"{ENVIRONMENT}_{option.upper()}": option for option in (*Options._fields, GONE)}
         for variable, value in os.environ.items():
             if variable == ENVIRONMENT or variable.startswith(f"{ENVIRONMENT}_"):
                 if variable not in variables:
@@ -94,13 +96,17 @@ class Options(NamedTuple):
         for key, value in override_config.items():
             if key == PREFIX or key.startswith(f"{PREFIX}_"):
                 option = key.removeprefix(PREFIX).removeprefix("_") or "enabled"
-                if option not in Options._fields:
+                if option not in (*Options._fields, GONE):
                     expected = "one of " + ", ".join(f"{PREFIX}_{one}" for one in sorted(Options._fields))
                     raise ValueError(explain("override_config", expected, key))
                 given[option] = f"override_config.{key}", value
         return Options.checked(
             {option: (name, _spelled(option, name, value)) for option, (name, value) in given.items()}
         )
+
+
+def _gone(name: str, value: Any) -> None:
+    checks.check_absent("None: a micro-batch's budget of tokens divides groups", **{name: value})
 
 
 def _count_or_none(name: str, value: Any) -> int | None:
@@ -113,7 +119,7 @@ def _spelled(option: str, name: str, value: Any) -> Any:
         return value
     if option in ("enabled", "self_check", "drop_unread", "share_lora_dropout"):
         return spelled_flag(name, value)
-    if option in ("max_responses_per_group", "min_shared") and not value:
+    if option in (GONE, "min_shared") and not value:
         return None
     with suppress(ValueError):
         return float(value) if option == "min_dedup_ratio" else int(value)

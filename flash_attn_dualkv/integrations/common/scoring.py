@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 
 from ... import checks
 from ...checks import explain
-from ...data.batch import PackedBatch, Tokens, pack_tokens
-from ...data.samples import extremes, largest_token
+from ...data.batch import PackedBatch, pack
+from ...data.given import extremes, largest_token
+from ...data.samples import Samples
 from ...data.split import split_by_token_budget
 from ...data.trie import build_tree
 from ...errors import SharedPromptError
@@ -62,10 +63,12 @@ def scoring_batches(
         ids = int64s(chain.from_iterable(given[index] for index in part))
         tree = build_tree(ids, lengths, None, boundary="gather", min_shared=least)
         largest = largest_token("sequences", extremes(ids))
+        firsts = [*accumulate(lengths, initial=0)]
         pieces = to_device([ids], checks.device(device))[0].split(lengths)
         for chosen in split_by_token_budget(tree, max_tokens=max(budget, *lengths)):
-            tokens = Tokens(torch.cat([pieces[at] for at in chosen]), [0] * len(chosen), largest)
-            yield [part[at] for at in chosen], pack_tokens(tokens, tree.part(chosen), None, None)
+            own, lens = torch.cat([pieces[at] for at in chosen]), [lengths[at] for at in chosen]
+            samples = Samples(own, lens, [0] * len(chosen), largest, ids, [firsts[at] for at in chosen])
+            yield [part[at] for at in chosen], pack(samples, tree.take(chosen))
 
 
 def _parts(sequences: Sequence[Sequence[int]]) -> list[list[int]]:

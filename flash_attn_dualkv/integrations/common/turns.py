@@ -26,7 +26,7 @@ def deeper_tree(sequences: Sequence[Tensor], prompt_rows: int, options: Options)
         prompt_rows: of these samples with each prompt once.
         options: their `min_shared` is what the tree must save at least, and each of its nodes.
     """
-    if options.min_shared is None or options.max_responses_per_group is not None or not len(sequences):
+    if options.min_shared is None or not len(sequences):
         return None
     tree = group_by_prefix(sequences, boundary=BOUNDARY, min_shared=options.min_shared)
     return tree if sum(tree.node_lens) + options.min_shared <= prompt_rows else None

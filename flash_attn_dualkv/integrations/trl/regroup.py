@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from ...data.given import groups_of
 from ...data.images import images_of
-from ...data.samples import groups_of
 from ..common.siblings import fill
 
 

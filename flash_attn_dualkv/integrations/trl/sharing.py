@@ -191,8 +191,7 @@ class SharedForward:
         """Samples whose ends are scored; what they share behind their prompts too."""
         options = self.sharing.options
         try:
-            most = options.max_responses_per_group
-            batch = pack_padded(ids, attention_mask, prompt_lens, max_responses_per_group=most, images=images)
+            batch = pack_padded(ids, attention_mask, prompt_lens, images=images)
         except SharedPromptError as error:
             raise Refused("samples", str(error)) from None
         if not images:
@@ -206,8 +205,8 @@ class SharedForward:
     def _transcripts(self, ids: Tensor, mask: Tensor, is_scored: Tensor, images: Any) -> PackedBatch:
         """Samples that are scored anywhere, by what they begin with."""
         options = self.sharing.options
-        if images or options.min_shared is None or options.max_responses_per_group is not None:
-            message = "scored tokens are not one completion at the end of each sample, which needs min_shared alone"
+        if images or options.min_shared is None:
+            message = "scored tokens are not one completion at the end of each sample, which needs min_shared"
             raise Refused("samples", message + " and no images")
         if (mask[:, 1:] & ~mask[:, :-1]).any():
             raise Refused("samples", "padding stands before tokens")
@@ -283,8 +282,6 @@ class SharedValues(SharedForward):
         got = f"{{}} for a {kind}, whose sequences have no prompts of their own"
         if options.min_shared is None:
             raise SharedPromptError(explain("min_shared", "a number", got.format(None)))
-        if (most := options.max_responses_per_group) is not None:
-            raise SharedPromptError(explain("max_responses_per_group", "None", got.format(most)))
         super().__init__(sharing, causal_lm)
 
     @torch.compiler.disable(recursive=False)

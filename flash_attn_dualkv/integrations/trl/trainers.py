@@ -41,7 +41,6 @@ class SharedPromptMixin(SiblingsTogetherMixin):
 
     Args:
         min_dedup_ratio: with less than so many times fewer tokens stock attention runs.
-        max_responses_per_group: larger groups are divided, each part with its own prompt; or None.
         verify_first_steps: so many of the policy's forwards are computed by stock attention too; if log-probabilities
             differ by more than rounding, sharing is switched off on all ranks.
         self_check: try a pair of short sequences before the first forward in each mode and with each set of adapters.
@@ -60,7 +59,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self,
         *args: Any,
         min_dedup_ratio: float = 1.1,
-        max_responses_per_group: int | None = None,
+        max_responses_per_group: None = None,
         verify_first_steps: int = 0,
         self_check: bool = True,
         min_shared: int | None = MIN_SHARED,
@@ -188,5 +187,5 @@ class SharedPromptSFTTrainer(SharedPromptMixin, SFTTrainer):
 class SharedPromptRewardTrainer(SharedPromptMixin, RewardTrainer):
     """RewardTrainer whose chosen and rejected sequences share what they begin with; arguments of `SharedPromptMixin`.
 
-    There is no prompt but what is equal, so that `min_shared` must be a number, and `max_responses_per_group` None.
+    There is no prompt but what is equal, so that `min_shared` must be a number.
     """

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...data.balance import balance
+from ...data.given import groups_of
 from ...data.prefix_tree import PrefixTree
-from ...data.samples import groups_of
 from ..common.fallback import Options
 from ..common.patching import after_import, replace_once
 

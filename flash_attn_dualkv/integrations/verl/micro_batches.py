@@ -14,9 +14,9 @@ from verl.utils import tensordict_utils as tu
 
 from ...checks import explain
 from ...data.batch import PackedBatch
+from ...data.given import position_rows
 from ...data.pack import group_by_prompt, pack_jagged
 from ...data.prefix_tree import PrefixTree
-from ...data.samples import position_rows
 from ...data.split import below, largest_of_ranks, on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...host import offsets_of, take
@@ -225,7 +225,6 @@ def _packed(
             ids,
             prompt_lengths(micro_batch),
             pad_to_multiple_of=multiple,
-            max_responses_per_group=options.max_responses_per_group,
             row_values={"position_ids": micro_batch["position_ids"]} if images else None,
             images=images,
         )
@@ -291,7 +290,7 @@ def grouped_micro_batches(
         ids = data["input_ids"] if kinds is None else kinds.ids
         sequences = [*ids.cpu().unbind()]
         prompts = [whole[:count] for whole, count in zip(sequences, lengths.prompts)]
-        groups = _groups(prompts, images_of(data), options, set(apart))
+        groups = _groups(prompts, images_of(data), set(apart))
         shared = [index for group in groups for index in group]
         responses = sum(lengths.responses[index] for index in shared)
         rows = sum(lengths.prompts[group[0]] - 1 for group in groups) + responses + len(shared)
@@ -336,16 +335,10 @@ def grouped_micro_batches(
     return Grouped(micro_batches, parts, None, budget)
 
 
-def _groups(
-    prompts: list[Tensor], given: dict[str, list[Tensor | None]], options: Options, apart: Container[int]
-) -> list[list[int]]:
-    """The samples of each prompt but those that are apart, at most so many in one list."""
+def _groups(prompts: list[Tensor], given: dict[str, list[Tensor | None]], apart: Container[int]) -> list[list[int]]:
+    """The samples of each prompt but those that are apart."""
     images = {
         name: [None if index in apart else one for index, one in enumerate(values)] for name, values in given.items()
     }
     groups = [[index for index in group if index not in apart] for group in group_by_prompt(prompts, images=images)]
-    groups = [group for group in groups if group]
-    most = options.max_responses_per_group
-    if most is None:
-        return groups
-    return [group[at : at + most] for group in groups for at in range(0, len(group), most)]
+    return [group for group in groups if group]
