@@ -19,7 +19,7 @@ from tiny_models import dualkv, tiny_model
 from transformers import AutoModelForSequenceClassification
 
 import flash_attn_dualkv as api
-from flash_attn_dualkv.integrations import trees
+from flash_attn_dualkv.contrib import trees
 
 OWN_WORDS = re.compile(r"^[\w .'\"()\[\]-]+: expected .+, got .*", re.DOTALL)
 PROMPTS, RESPONSES = [[5, 6, 7], [5, 6, 7], [8]], [[1, 2], [3], [4, 5, 6]]

@@ -67,6 +67,35 @@ def trees(draw: st.DrawFn) -> Tree:
     return [draw(st.integers(0, 5)) for _ in parents], parents
 
 
+Forest = tuple[list[int], list[int], list[int]]  # first rows, lengths and parents of nodes
+
+
+@st.composite
+def forests(draw: st.DrawFn, shuffled: bool = True) -> Forest:
+    """Nodes that lie anywhere in the row, parents before and after their children; or depth first."""
+    count = draw(st.integers(1, 8))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(count)]
+    lens = draw(st.lists(st.integers(0, 5), min_size=count, max_size=count))
+    names = draw(st.permutations(range(count))) if shuffled else [*range(count)]
+    places = draw(st.permutations(range(count))) if shuffled else _depth_first(parents)
+    rows = dict(zip(places, accumulate((lens[node] for node in places), initial=0)))
+    found = {names[node]: (rows[node], lens[node], names[parent] if parent >= 0 else -1)
+             for node, parent in enumerate(parents)}  # fmt: skip
+    begins, sizes, above = zip(*(found[name] for name in range(count)))
+    return [*begins], [*sizes], [*above]
+
+
+def _depth_first(parents: list[int], top: int = -1) -> list[int]:
+    children = [node for node, parent in enumerate(parents) if parent == top]
+    return [one for child in children for one in (child, *_depth_first(parents, child))]
+
+
+def mask_of(forest: Forest, rows: int) -> Tensor:
+    """(rows, rows): which row sees which."""
+    begins, *nodes = forest
+    return visible((nodes[0], nodes[1]), rows, begins)[0]
+
+
 def random_tree(seed: int, nodes: int, longest: int, fall: float = 0.5) -> Tree:
     """A forest; `fall` is how likely a node is to leave the path to the one before, again and again."""
     rng = random.Random(seed)

@@ -32,10 +32,10 @@ LAYERS = (
     ("integrations.common.versions",),
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.common",),
-    ("integrations.llama_factory", "integrations.ms_swift", "integrations.openrlhf"),
     ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
     ("integrations.ulysses", "integrations.context_parallel"),
     ("", "cli", "demo", "predict"),
+    ("contrib",),
 )
 
 

@@ -30,7 +30,7 @@ from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded, pack_prefix_tree
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ..common.fallback import TRL_REASONS, Options, Refusal, Tally
-from ..common.padded import Refused, check_model, take_layouts
+from ..common.models import Refused, check_model, take_layouts
 from ..common.turns import BOUNDARY, deeper_tree, pack_deeper
 from ..transformers import expect_shared_prompt
 from ..transformers.admission import support

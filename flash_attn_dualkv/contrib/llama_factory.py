@@ -18,9 +18,9 @@ from ..checks import explain
 from ..data.batch import IGNORED_LABEL
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptError
-from .common.fallback import AUTOCAST_DTYPES, Refusal
-from .common.padded import PaddedScores
-from .common.versions import LLAMA_FACTORY
+from ..integrations.common.fallback import AUTOCAST_DTYPES, Refusal
+from ..integrations.common.versions import LLAMA_FACTORY
+from .padded import PaddedScores
 
 __all__ = ["main", "share_prompts"]
 

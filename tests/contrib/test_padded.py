@@ -18,7 +18,7 @@ from flash_attn_dualkv.errors import SharedPromptError, SharedPromptLayoutError
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-padded = importlib.import_module("flash_attn_dualkv.integrations.common.padded")
+padded = importlib.import_module("flash_attn_dualkv.contrib.padded")
 pytestmark = pytest.mark.usefixtures("restored_registry")  # sharing wraps the attention of "sdpa"
 
 _GROUP = Samples.random([(9, [5, 9, 6]), (7, [4])])

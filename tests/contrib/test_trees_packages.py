@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tree_cases import check, inputs, path_to
 
-from flash_attn_dualkv.integrations import trees
+from flash_attn_dualkv.contrib import trees
 
 
 def package(name: str) -> Path:

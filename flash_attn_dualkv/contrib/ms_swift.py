@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..data.pack import MIN_SHARED
-from .common.fallback import AUTOCAST_DTYPES, PREFIX, Refusal, savings
-from .common.padded import PaddedScores
-from .common.versions import MS_SWIFT
+from ..integrations.common.fallback import AUTOCAST_DTYPES, PREFIX, Refusal, savings
+from ..integrations.common.versions import MS_SWIFT
+from .padded import PaddedScores
 
 __all__ = ["share_prompts"]
 

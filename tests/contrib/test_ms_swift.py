@@ -21,7 +21,7 @@ from flash_attn_dualkv.integrations.common import versions
 
 pytest.importorskip("swift.version", reason="needs ms-swift")
 
-plugin = importlib.import_module("flash_attn_dualkv.integrations.ms_swift")
+plugin = importlib.import_module("flash_attn_dualkv.contrib.ms_swift")
 
 
 def load() -> Any:

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Sampler
 from ..checks import explain
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptUnsupportedError
-from .common.fallback import Refusal
-from .common.padded import PaddedScores
-from .common.siblings import fill
-from .common.versions import OPENRLHF
-from .transformers.admission.support import text_config
-from .transformers.admission.unwrap import causal_lm_of
+from ..integrations.common.fallback import Refusal
+from ..integrations.common.siblings import fill
+from ..integrations.common.versions import OPENRLHF
+from ..integrations.transformers.admission.support import text_config
+from ..integrations.transformers.admission.unwrap import causal_lm_of
+from .padded import PaddedScores
 
 __all__ = ["share_prompts"]
 

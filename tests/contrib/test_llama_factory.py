@@ -24,7 +24,7 @@ from flash_attn_dualkv.integrations.common import versions
 if importlib.util.find_spec("llamafactory") is None:
     pytest.skip("needs LLaMA-Factory", allow_module_level=True)
 
-plugin = importlib.import_module("flash_attn_dualkv.integrations.llama_factory")
+plugin = importlib.import_module("flash_attn_dualkv.contrib.llama_factory")
 
 
 def load() -> Any:
