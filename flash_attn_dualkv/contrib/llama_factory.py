@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """LLaMA-Factory's DPO on shared prompts: chosen and rejected answers, of the policy and of the reference.
 
-    python -m flash_attn_dualkv.integrations.llama_factory dpo.yaml
+    python -m flash_attn_dualkv.contrib.llama_factory dpo.yaml
 
 is `llamafactory-cli train dpo.yaml` with it (on several GPUs, `torchrun -m` this module). Losses, log-probabilities and
 gradients are LLaMA-Factory's up to rounding. Written for LLaMA-Factory 0.9.5.
+
+Ran: `CustomDPOTrainer` of 0.9.5, its losses of tiny models, on a CPU, 2026-11-28; no whole training.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """ms-swift's GRPO on shared prompts: log-probabilities of the policy, the reference and rollouts.
 
-    from flash_attn_dualkv.integrations.ms_swift import share_prompts
+    from flash_attn_dualkv.contrib.ms_swift import share_prompts
 
     share_prompts()
 
 is a plug-in: `swift rlhf --rlhf_type grpo --external_plugins that_file.py ...`. Losses, log-probabilities, entropies
 and gradients are ms-swift's up to rounding. Written for ms-swift 4.6.
+
+Ran: log-probabilities and losses of `GRPOTrainer` of 4.6.0 with tiny models, on a CPU, 2026-11-28; no whole training.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 """OpenRLHF's actor on shared prompts: the policy, the reference and old log-probabilities; DPO's models too.
 
     ray job submit --runtime-env-json '{"worker_process_setup_hook":
-        "flash_attn_dualkv.integrations.openrlhf.share_prompts"}' -- python3 -m openrlhf.cli.train_ppo_ray ...
+        "flash_attn_dualkv.contrib.openrlhf.share_prompts"}' -- python3 -m openrlhf.cli.train_ppo_ray ...
 
 Losses, log-probabilities, entropies and gradients are OpenRLHF's up to rounding. Written for OpenRLHF 0.11.
+
+Ran: `Actor` and `ActorPPOTrainer` of 0.11.2 with tiny models and stand-ins for Ray and vLLM, on a CPU, 2026-11-28.
 """
 
 from __future__ import annotations

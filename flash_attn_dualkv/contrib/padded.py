@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Padded batches of trainers, scored on a packed row where that is exact and saves enough."""
+"""Padded batches of trainers, scored on a packed row where that is exact and saves enough.
+
+Ran: under OpenRLHF's, ms-swift's and LLaMA-Factory's trainer classes and DeepSpeed 0.19, on a CPU, 2026-11-28.
+"""
 
 from __future__ import annotations
 

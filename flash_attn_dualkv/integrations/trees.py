@@ -19,6 +19,7 @@ from .. import checks, ops
 from ..calls import make_options
 from ..checks import check_are_tensors, explain
 from ..host import to_device
+from ..moved import names_of
 from ..nodes import tree_table
 from ..packed_attention import checked_tensors
 
@@ -136,3 +137,7 @@ def remembered(tables: Sequence[Tensor], build: Callable[[], Forest]) -> Forest:
         kept = _forests[tables[0]] = [*map(weakref.ref, tables)], versions, build()
     forest: Forest = kept[2]
     return forest
+
+
+# What has moved: signatures of other frameworks.
+__getattr__ = names_of("flash_attn_dualkv.contrib.trees", "flash_attn_dualkv.integrations.trees")

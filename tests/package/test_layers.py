@@ -12,10 +12,12 @@ import pytest
 PACKAGE = "flash_attn_dualkv"
 FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 
+OLD_PLACES = ("integrations.llama_factory", "integrations.ms_swift", "integrations.openrlhf")
+
 # From the bottom up; a name stands for a module, or for all modules of a folder. Those of one line
 # may import each other, without a circle.
 LAYERS = (
-    ("_version", "errors"),
+    ("_version", "errors", "moved"),
     ("checks", "cli.command", "cli.predict"),
     ("calls", "host"),
     ("decode.calls",),
@@ -33,9 +35,9 @@ LAYERS = (
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.common",),
     ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
-    ("integrations.ulysses", "integrations.context_parallel"),
+    ("integrations.ulysses", "integrations.context_parallel", *OLD_PLACES),
     ("", "cli", "demo", "predict"),
-    ("contrib",),
+    ("contrib",),  # imports from everywhere, and nothing imports it: old places name it in a string
 )
 
 
@@ -89,6 +91,18 @@ def layer_of(name: str) -> int:
 def test_imports_come_from_below(name: str) -> None:
     for imported in imports(name, parsed(name)):
         assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which stands above it"
+
+
+def test_only_old_places_name_contrib() -> None:
+    named = {
+        name
+        for name in MODULES
+        if any(
+            isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}.contrib")
+            for node in ast.walk(parsed(name))
+        )
+    }
+    assert named == {*OLD_PLACES, "integrations.trees"}
 
 
 def test_no_circle() -> None:
