@@ -25,6 +25,7 @@ if importlib.util.find_spec("llamafactory") is None:
     pytest.skip("needs LLaMA-Factory", allow_module_level=True)
 
 plugin = importlib.import_module("flash_attn_dualkv.contrib.llama_factory")
+pytestmark = pytest.mark.slow
 
 
 def load() -> Any:

@@ -22,6 +22,7 @@ from flash_attn_dualkv.integrations.common import versions
 pytest.importorskip("swift.version", reason="needs ms-swift")
 
 plugin = importlib.import_module("flash_attn_dualkv.contrib.ms_swift")
+pytestmark = pytest.mark.slow
 
 
 def load() -> Any:

@@ -24,6 +24,7 @@ from flash_attn_dualkv.integrations.common import versions
 pytest.importorskip("openrlhf", reason="needs OpenRLHF")
 
 plugin = importlib.import_module("flash_attn_dualkv.contrib.openrlhf")
+pytestmark = pytest.mark.slow
 flash = importlib.import_module("transformers.modeling_flash_attention_utils")
 
 

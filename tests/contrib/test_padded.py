@@ -19,7 +19,8 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 padded = importlib.import_module("flash_attn_dualkv.contrib.padded")
-pytestmark = pytest.mark.usefixtures("restored_registry")  # sharing wraps the attention of "sdpa"
+# Sharing wraps the attention of "sdpa".
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("restored_registry")]
 
 _GROUP = Samples.random([(9, [5, 9, 6]), (7, [4])])
 _SHARED, _ALONE = _GROUP.take([0, 1, 2]), _GROUP.take([2, 3])

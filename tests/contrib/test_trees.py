@@ -18,6 +18,7 @@ from tree_cases import Forest, check, forests, inputs, mask_of, path_to
 from flash_attn_dualkv import ops
 from flash_attn_dualkv.contrib import trees
 
+pytestmark = pytest.mark.slow
 HYPOTHESIS = settings(deadline=None, max_examples=100)
 
 

@@ -24,6 +24,8 @@ from tree_cases import check, inputs, path_to
 
 from flash_attn_dualkv.contrib import trees
 
+pytestmark = pytest.mark.slow
+
 
 def package(name: str) -> Path:
     """Where a package lies, which is not imported: all of AReaL needs a cluster's worth of others."""

@@ -12,7 +12,7 @@ import torch
 from tiny_models import MIXED, Samples, gradients, tiny_model
 
 padded = importlib.import_module("flash_attn_dualkv.contrib.padded")
-pytestmark = pytest.mark.usefixtures("restored_registry")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("restored_registry")]
 ALONE = Samples.random([(9, [5]), (7, [4])])
 SETUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "shared": (MIXED, {}),
