@@ -20,7 +20,7 @@ from ..checks import explain
 from ..data.batch import IGNORED_LABEL
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptError
-from ..integrations.common.fallback import AUTOCAST_DTYPES, Refusal
+from ..integrations.common.options import AUTOCAST_DTYPES, Options, Refusal
 from ..integrations.common.versions import LLAMA_FACTORY
 from .padded import PaddedScores
 
@@ -29,7 +29,7 @@ __all__ = ["main", "share_prompts"]
 
 def share_prompts(
     *,
-    min_dedup_ratio: float = 1.1,
+    min_dedup_ratio: float = Options().min_dedup_ratio,
     self_check: bool = True,
     min_shared: int = MIN_SHARED,
     share_lora_dropout: bool = False,

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..data.pack import MIN_SHARED
-from ..integrations.common.fallback import AUTOCAST_DTYPES, PREFIX, Refusal, savings
+from ..integrations.common.options import AUTOCAST_DTYPES, PREFIX, Options, Refusal
+from ..integrations.common.pipeline import savings
 from ..integrations.common.versions import MS_SWIFT
 from .padded import PaddedScores
 
@@ -36,7 +37,7 @@ _OF_TEXT = {
 
 def share_prompts(
     *,
-    min_dedup_ratio: float = 1.1,
+    min_dedup_ratio: float = Options().min_dedup_ratio,
     self_check: bool = True,
     min_shared: int = MIN_SHARED,
     share_lora_dropout: bool = False,
@@ -102,7 +103,7 @@ def _refusal(trainer: Any, model_inputs: dict[str, Any]) -> Refusal | None:
     if trainer.is_multimodal:
         return Refusal("multimodal", "ms-swift makes the embeddings of multimodal models before their forward")
     if trainer.template.sequence_parallel_size > 1:
-        return Refusal("sequence_parallel", "sequences are divided (set --sequence_parallel_size 1)")
+        return Refusal("arguments", "sequences are divided (set --sequence_parallel_size 1)")
     if others:
         return Refusal("arguments", f"the model is given {', '.join(others)}")
     return None

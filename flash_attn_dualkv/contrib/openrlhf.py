@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from ..checks import explain
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptUnsupportedError
-from ..integrations.common.fallback import Refusal
+from ..integrations.common.options import Options, Refusal
 from ..integrations.common.siblings import fill
 from ..integrations.common.versions import OPENRLHF
 from ..integrations.transformers.admission.support import text_config
@@ -35,7 +35,7 @@ _STEP = "dualkv_samples_of_a_step"  # attribute of replay buffers
 
 def share_prompts(
     *,
-    min_dedup_ratio: float = 1.1,
+    min_dedup_ratio: float = Options().min_dedup_ratio,
     self_check: bool = True,
     min_shared: int = MIN_SHARED,
     share_lora_dropout: bool = False,
@@ -141,11 +141,11 @@ def _forward(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., A
 def _refusal(actor: Any, ring_attn_group: Any, mm_inputs: dict[str, Any], wants_aux_loss: bool) -> Refusal | None:
     """Why a call of an actor cannot share, if it cannot."""
     if ring_attn_group is not None:
-        return Refusal("ring_attention", "ring attention divides rows (set --ds.ring_attn_size 1)")
+        return Refusal("arguments", "ring attention divides rows (set --ds.ring_attn_size 1)")
     if mm_inputs:
         return Refusal("multimodal", "images in OpenRLHF's samples are not shared")
     if wants_aux_loss and getattr(text_config(causal_lm_of(actor.model).config), "output_router_logits", False):
-        return Refusal("router", "the loss that balances experts is read from the model's output")
+        return Refusal("arguments", "the loss that balances experts is read from the model's output")
     return None
 
 

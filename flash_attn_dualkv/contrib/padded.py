@@ -15,11 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import checks
-from ..data.batch import PackedBatch
-from ..data.pack import pack_prefix_tree
-from ..errors import SharedPromptError, SharedPromptLayoutError
-from ..integrations.common.fallback import Options, Refusal, Tally
-from ..integrations.common.models import Refused, check_model, take_layouts
+from ..data.batch import PackedBatch, pack
+from ..integrations.common.options import REASONS, Options, Refusal, Refused, refusing
+from ..integrations.common.pipeline import Sharing, check_model, planned, samples_of, scattered, take_layouts
 from ..integrations.transformers import shared_prompt_forward
 from ..integrations.transformers.admission.unwrap import backbone_name, causal_lm_of
 from ..integrations.transformers.forward import check_forward, check_vocabulary
@@ -28,19 +26,16 @@ from ..integrations.transformers.zero3 import gathered_modules
 logger = logging.getLogger(__name__)
 
 
-class PaddedScores:
+class PaddedScores(Sharing):
     """Log-probabilities of padded batches, each shared token computed once; or none, where stock attention is to run.
 
     Attributes:
         options: what of `Options` the trainer's plug-in offers: min_dedup_ratio, min_shared, self_check,
             share_lora_dropout.
-        tally: what has been run.
     """
 
     def __init__(self, options: Options) -> None:
-        self.options = options
-        self.tally = Tally()
-        self._announced: set[str] = set()
+        super().__init__(options, logger.warning)
         # Causal LMs that only a forward could tell cannot share.
         self._refusals: weakref.WeakKeyDictionary[nn.Module, Refusal] = weakref.WeakKeyDictionary()
 
@@ -53,11 +48,6 @@ class PaddedScores:
         given |= dict(share_lora_dropout=share_lora_dropout)
         read = Options.checked({name: (name, value) for name, value in given.items()})
         return read._replace(min_shared=checks.integer("min_shared", min_shared, 1))
-
-    def take(self) -> Tally:
-        """What has been run since this was last asked."""
-        tally, self.tally = self.tally, Tally()
-        return tally
 
     def score(
         self,
@@ -92,18 +82,11 @@ class PaddedScores:
             batch = self._packed(model, input_ids, attention_mask, is_scored, dtype)
             scores = self._scores(model, batch, temperature, with_entropy)
         except Refused as refused:
-            tokens = attention_mask.sum()
-            self.tally.add(tokens, tokens, refused.refusal.reason)
-            if (reason := refused.refusal.reason) not in self._announced:
-                message = refused.refusal.told(input_ids, attention_mask)
-                self._say(reason, "Prompts are not shared where this holds (%s): %s", reason, message)
+            self.fall_back(refused.refusal, input_ids, attention_mask)
             return None
-        self._say("", "Prompts are shared: the first micro-batch has %.2f times fewer tokens", batch.dedup_ratio)
-        self.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
-        places = is_scored[:, 1:]
-        logps, entropy = (
-            None if one is None else one.new_zeros(places.shape).masked_scatter(places, one) for one in scores
-        )
+        self.say("", f"Prompts are shared: the first micro-batch has {batch.dedup_ratio:.2f} times fewer tokens")
+        self.count(batch)
+        logps, entropy = (None if values is None else scattered(values, is_scored[:, 1:]) for values in scores)
         assert logps is not None
         return logps, entropy
 
@@ -114,14 +97,13 @@ class PaddedScores:
         causal_lm = causal_lm_of(model)
         check_vocabulary(causal_lm, batch)  # a mistake in the data, which no other forward mends
         try:
-            return shared_prompt_forward(
-                model, batch, temperature=temperature, with_entropy=with_entropy, **self.options.first_use
-            )
-        except SharedPromptLayoutError:
+            with refusing("unsupported"):
+                return shared_prompt_forward(
+                    model, batch, temperature=temperature, with_entropy=with_entropy, **self.options.first_use
+                )
+        except Refused as refused:
+            self._refusals[causal_lm] = refused.refusal
             raise
-        except SharedPromptError as error:
-            self._refusals[causal_lm] = refusal = Refusal("unsupported", str(error))
-            raise Refused(*refusal) from None
 
     def _packed(
         self, model: Any, ids: Tensor, attention_mask: Tensor, is_scored: Tensor, dtype: torch.dtype | None
@@ -131,10 +113,8 @@ class PaddedScores:
         if (refusal := self._refusals.get(causal_lm)) is not None:
             raise Refused(*refusal)
         take_layouts(causal_lm)
-        try:
+        with refusing("unsupported"):
             check_forward(causal_lm)
-        except SharedPromptError as error:
-            raise Refused("unsupported", str(error)) from None
         check_model(causal_lm, ids.device, model=model, dtype=dtype, **self.options.first_use)
         try:
             packed: PackedBatch | Refusal = self._tree(ids, attention_mask.bool(), is_scored)
@@ -146,7 +126,7 @@ class PaddedScores:
             votes = torch.tensor(int(is_shared), device=ids.device)
             dist.all_reduce(votes, dist.ReduceOp.MIN)
             if is_shared and not votes.item():
-                packed = Refusal("ranks", "another rank's micro-batch is not shared, and with ZeRO-3 all must be alike")
+                packed = Refusal("ranks", REASONS["ranks"])
         if isinstance(packed, Refusal):
             raise Refused(*packed)
         return packed
@@ -157,20 +137,5 @@ class PaddedScores:
             raise Refused("samples", "tokens that are scored stand beside padding")
         if not mask.any():
             raise Refused("samples", "there is nothing but padding")
-        lengths = mask.sum(1).tolist()
-        sequences, masks = ids[mask].split(lengths), is_scored[mask].split(lengths)
-        try:
-            batch = pack_prefix_tree(sequences, loss_mask=masks, min_shared=self.options.min_shared)
-        except SharedPromptError as error:
-            raise Refused("samples", str(error)) from None
-        least = self.options.min_dedup_ratio
-        if batch.dedup_ratio < least:
-            message = f"{batch.dedup_ratio:.3f} is below min_dedup_ratio={least} (larger micro-batches share more)"
-            raise Refused("dedup_ratio", message)
-        return batch
-
-    def _say(self, key: str, message: str, *arguments: Any) -> None:
-        """Once for each key."""
-        if key not in self._announced:
-            self._announced.add(key)
-            logger.warning(message, *arguments)
+        samples = samples_of(ids, mask, is_scored)
+        return pack(samples, planned(samples, self.options))

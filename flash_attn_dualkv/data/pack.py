@@ -28,7 +28,7 @@ from .given import GroupIds, TokenIds, fetch, groups_of, sequences_of, token_lis
 from .images import ImageValues
 from .plan import MIN_SHARED, checked_tree, plan
 from .prefix_tree import SHIFTS, Boundary, PrefixTree
-from .samples import GroupValues, RowValues, Samples, read_jagged, read_padded, read_prompts, read_sequences
+from .samples import Beside, GroupValues, RowValues, Samples, read_jagged, read_padded, read_prompts, read_sequences
 
 _BY_BUDGET = "None: split_by_token_budget divides groups by the tokens of a micro-batch"
 
@@ -79,8 +79,8 @@ def pack_shared_prompts(
             in one dimension, samples of one group id with different prompts, or an option that is not as described.
     """
     checks.check_absent(_BY_BUDGET, max_responses_per_group=max_responses_per_group)
-    options: Any = dict(group_ids=group_ids, row_values=row_values, group_values=group_values, images=images)
-    samples = read_prompts(prompts, responses, pad_token_id=pad_token_id, **options)
+    beside = Beside(group_ids, row_values, group_values, images)
+    samples = read_prompts(prompts, responses, beside, pad_token_id=pad_token_id)
     return pack(samples, plan(samples, boundary=boundary), pad_to_multiple_of, device)
 
 
@@ -116,8 +116,8 @@ def pack_padded(
             prompts, or an argument that is not as described.
     """
     checks.check_absent(_BY_BUDGET, max_responses_per_group=max_responses_per_group)
-    options: Any = dict(group_ids=group_ids, row_values=row_values, group_values=group_values, images=images)
-    samples = read_padded(input_ids, attention_mask, prompt_length, **options)
+    beside = Beside(group_ids, row_values, group_values, images)
+    samples = read_padded(input_ids, attention_mask, prompt_length, beside)
     return pack(samples, plan(samples, boundary=boundary), pad_to_multiple_of, device)
 
 
@@ -150,8 +150,8 @@ def pack_jagged(
             tokens, samples of one group id with different prompts, or an argument that is not as described.
     """
     checks.check_absent(_BY_BUDGET, max_responses_per_group=max_responses_per_group)
-    options: Any = dict(group_ids=group_ids, row_values=row_values, group_values=group_values, images=images)
-    samples = read_jagged(input_ids, prompt_lens, pad_token_id=pad_token_id, **options)
+    beside = Beside(group_ids, row_values, group_values, images)
+    samples = read_jagged(input_ids, prompt_lens, beside, pad_token_id=pad_token_id)
     return pack(samples, plan(samples, boundary=boundary), pad_to_multiple_of, device)
 
 
@@ -214,8 +214,8 @@ def pack_prefix_tree(
     if chosen is not None:
         given = checks.items("chosen", chosen, "indices of sequences")
         chosen = [checks.integer(f"chosen[{at}]", index, 0, total - 1) for at, index in enumerate(given)]
-    options: Any = dict(group_ids=group_ids, row_values=row_values, group_values=group_values, chosen=chosen)
-    samples = read_sequences(sequences, loss_mask=loss_mask, pad_token_id=pad_token_id, **options)
+    beside = Beside(group_ids, row_values, group_values)
+    samples = read_sequences(sequences, beside, loss_mask=loss_mask, pad_token_id=pad_token_id, chosen=chosen)
     if tree is None:
         if borders is not None and chosen is not None:
             borders = checks.items("borders", borders, "lists of positions")
@@ -282,7 +282,7 @@ def group_by_prompt(
     (host,), ids = fetch([tokens], group_ids, len(lengths))
     begins = [*accumulate(lengths, initial=0)][:-1]
     samples = Samples(tokens, lengths, [0] * len(lengths), 0, host, begins, lengths, group_ids=ids)
-    return samples.beside({}, None, images).groups() if lengths else []
+    return samples.beside({}, Beside(images=images)).groups() if lengths else []
 
 
 @untraced
@@ -303,4 +303,4 @@ def group_by_prefix(
         SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, or an option that is not as
             described.
     """
-    return plan(read_sequences(sequences, group_ids=group_ids), boundary=boundary, min_shared=min_shared)
+    return plan(read_sequences(sequences, Beside(group_ids)), boundary=boundary, min_shared=min_shared)

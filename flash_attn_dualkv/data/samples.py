@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,23 @@ from .. import checks
 from ..checks import check_count, explain
 from ..errors import SharedPromptError, say_once
 from . import given
-from .given import WORD, GroupIds, TokenIds, bytes_of, groups_of, named
-from .images import ImageValues, images_of
+from .given import WORD, bytes_of, groups_of, named
+from .images import images_of
 
 RowValues = Mapping[str, Any]
 GroupValues = Mapping[str, Sequence[Any]]
+
+
+class Beside(NamedTuple):
+    """What is given for sequences beside their tokens; of `pack_shared_prompts`."""
+
+    group_ids: Any = None
+    row_values: Any = None
+    group_values: Any = None
+    images: Any = None
+
+
+NOTHING = Beside()
 
 
 @dataclass(frozen=True)
@@ -73,11 +85,10 @@ class Samples:
             return self.host
         return torch.cat([self.host[begin : begin + length] for begin, length in parts])
 
-    def beside(self, row_values: Mapping[str, Tensor], group_values: Any, images: ImageValues | None) -> Samples:
+    def beside(self, row_values: Mapping[str, Tensor], beside: Beside) -> Samples:
         """These samples with what belongs to their tokens and prompts."""
-        of_samples, keys = images_of(images, len(self.lengths))
-        changes = dict(row_values=row_values, group_values=group_values, images=of_samples, image_keys=keys)
-        return replace(self, **changes)
+        images, keys = images_of(beside.images, len(self.lengths))
+        return replace(self, row_values=row_values, group_values=beside.group_values, images=images, image_keys=keys)
 
     def groups(self) -> list[list[int]]:
         """Samples with the same prompt and images, or with the same id, where both must then be equal.
@@ -117,43 +128,27 @@ def _short_keys(prompts: Iterable[bytes]) -> Iterator[Hashable]:
 # Readers
 
 
-def read_prompts(
-    prompts: Sequence[TokenIds],
-    responses: Sequence[TokenIds],
-    *,
-    group_ids: GroupIds | None = None,
-    pad_token_id: int | None = None,
-    row_values: RowValues | None = None,
-    group_values: GroupValues | None = None,
-    images: ImageValues | None = None,
-) -> Samples:
+def read_prompts(prompts: Any, responses: Any, beside: Beside = NOTHING, *, pad_token_id: Any = None) -> Samples:
     """Arguments of `pack_shared_prompts`."""
     prompts = given.sequences_of("prompts", prompts)
     responses = given.sequences_of("responses", responses)
     check_count("responses", responses, len(prompts), "prompts")
     tokens, lengths = given.token_lists(chain.from_iterable(zip(prompts, responses)), "prompts", "responses")
     # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
-    (host, bounds), ids = given.fetch([tokens, given.extremes(tokens)], group_ids, len(prompts))
+    (host, bounds), ids = given.fetch([tokens, given.extremes(tokens)], beside.group_ids, len(prompts))
     largest = given.largest_token("prompts and responses", bounds)
     given.check_padding(pad_token_id, host, lengths, "prompts", "responses")
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
     totals = [*map(int.__add__, prompt_lens, response_lens)]
-    values = {name: given.listed(name, tensors, totals) for name, tensors in named("row_values", row_values).items()}
+    values = {
+        name: given.listed(name, tensors, totals) for name, tensors in named("row_values", beside.row_values).items()
+    }
     begins = [*accumulate(totals, initial=0)][:-1]
     texts = Samples(tokens, totals, response_lens, largest, host, begins, prompt_lens, (), None, ids)
-    return texts.beside(values, group_values, images)
+    return texts.beside(values, beside)
 
 
-def read_padded(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    prompt_length: int | Sequence[int] | Tensor,
-    *,
-    group_ids: GroupIds | None = None,
-    row_values: RowValues | None = None,
-    group_values: GroupValues | None = None,
-    images: ImageValues | None = None,
-) -> Samples:
+def read_padded(input_ids: Any, attention_mask: Any, prompt_length: Any, beside: Beside = NOTHING) -> Samples:
     """Arguments of `pack_padded`."""
     input_ids = checks.integers("input_ids", input_ids, 2)
     attention_mask = checks.integers("attention_mask", attention_mask, 2, given.MASKS)
@@ -173,7 +168,7 @@ def read_padded(
     counts = torch.stack(ones).unflatten(0, (len(parts), -1))
     bounds = given.extremes(torch.where(attention_mask == 1, input_ids, 0))
     wanted = [input_ids, counts, bounds, *lens]
-    (host, counted, bounds, *fetched), labels = given.fetch(wanted, group_ids, len(input_ids))
+    (host, counted, bounds, *fetched), labels = given.fetch(wanted, beside.group_ids, len(input_ids))
     largest = given.largest_token("input_ids", bounds)
     (begins, lengths, *_), *others = numbers = counted.view(counts.shape).tolist()
     for name, (_, _, runs, wrong) in zip(parts, numbers):
@@ -202,10 +197,10 @@ def read_padded(
         return values.flatten(-2).index_select(-1, kept.to(values.device))
 
     tokens = input_ids.flatten().index_select(0, kept)
-    values = {name: flat(name, tensor) for name, tensor in named("row_values", row_values).items()}
+    values = {name: flat(name, tensor) for name, tensor in named("row_values", beside.row_values).items()}
     begins = [*map(int.__add__, rows, begins)]
     texts = Samples(tokens, totals, response_lens, largest, host, begins, prompt_lens, gaps, None, labels)
-    return texts.beside(values, group_values, images)
+    return texts.beside(values, beside)
 
 
 def _say_where_prompts_end(
@@ -224,15 +219,7 @@ def _say_where_prompts_end(
 
 
 def read_jagged(
-    input_ids: Tensor,
-    prompt_lens: Sequence[int] | Tensor,
-    *,
-    keys: Tensor | None = None,
-    group_ids: GroupIds | None = None,
-    pad_token_id: int | None = None,
-    row_values: RowValues | None = None,
-    group_values: GroupValues | None = None,
-    images: ImageValues | None = None,
+    input_ids: Any, prompt_lens: Any, beside: Beside = NOTHING, *, keys: Tensor | None = None, pad_token_id: Any = None
 ) -> Samples:
     """Arguments of `pack_jagged`; `keys`, (sum L,) int64 beside the tokens: only tokens with equal ones share a row."""
     nested = given.jagged("input_ids", input_ids)
@@ -240,10 +227,10 @@ def read_jagged(
         raise SharedPromptError(explain("input_ids", "2 dimensions", nested.dim()))
     tokens = checks.integers("input_ids", nested.values(), 1)
     lens = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
-    by_token = named("row_values", row_values)
+    by_token = named("row_values", beside.row_values)
     by_token = {name: given.jagged(f"row_values[{name!r}]", nested) for name, nested in by_token.items()}
     wanted = [tokens, nested.offsets(), *lens, *(values.offsets() for values in by_token.values())]
-    (host, offsets, *fetched), labels = given.fetch(wanted, group_ids, len(nested))
+    (host, offsets, *fetched), labels = given.fetch(wanted, beside.group_ids, len(nested))
     totals = offsets.diff().tolist()
     lengths = given.prompt_lengths("prompt_lens", prompt_lens, fetched[: len(lens)], totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
@@ -263,18 +250,11 @@ def read_jagged(
     host = host if keys is None else keys.cpu()
     begins = offsets[:-1].tolist()
     texts = Samples(tokens[begin:end], totals, response_lens, largest, host, begins, lengths, (), None, labels)
-    return texts.beside(values, group_values, images)
+    return texts.beside(values, beside)
 
 
 def read_sequences(
-    sequences: Sequence[TokenIds],
-    *,
-    loss_mask: Sequence[TokenIds] | None = None,
-    group_ids: GroupIds | None = None,
-    pad_token_id: int | None = None,
-    row_values: RowValues | None = None,
-    group_values: GroupValues | None = None,
-    chosen: Sequence[int] | None = None,
+    sequences: Any, beside: Beside = NOTHING, *, loss_mask: Any = None, pad_token_id: Any = None, chosen: Any = None
 ) -> Samples:
     """Arguments of `pack_prefix_tree`; what is given for all sequences, and read for the chosen ones."""
     total = len(given.sequences_of("sequences", sequences))
@@ -291,6 +271,7 @@ def read_sequences(
     if not len(sequences):
         raise SharedPromptError(explain("sequences", "at least one", 0))
     tokens, lengths = given.token_lists(sequences, "sequences")
+    group_ids = beside.group_ids
     if chosen is not None and isinstance(group_ids, Tensor):
         group_ids = checks.integers("group_ids", group_ids, 1).tolist()
     mask = None if loss_mask is None else given.joined_mask(pick("loss_mask", loss_mask), lengths)
@@ -299,9 +280,12 @@ def read_sequences(
     largest = given.largest_token("sequences", given.extremes(host))
     given.check_padding(pad_token_id, host, lengths, "sequences")
     scored = given.scored_lens(marks[0], lengths) if marks else [max(0, length - 1) for length in lengths]
-    by_token = {name: pick(f"row_values[{name!r}]", values) for name, values in named("row_values", row_values).items()}
+    by_token = {
+        name: pick(f"row_values[{name!r}]", values) for name, values in named("row_values", beside.row_values).items()
+    }
     by_root = {
-        name: pick(f"group_values[{name!r}]", values) for name, values in named("group_values", group_values).items()
+        name: pick(f"group_values[{name!r}]", values)
+        for name, values in named("group_values", beside.group_values).items()
     }
     values = {name: given.listed(name, tensors, lengths) for name, tensors in by_token.items()}
     begins = [*accumulate(lengths, initial=0)][:-1]

@@ -140,7 +140,7 @@ def test_lora_in_evaluation_and_without_entropies() -> None:
     ("reason", "options", "more"),
     [
         ("multimodal", dict(is_multimodal=True), {}),
-        ("sequence_parallel", dict(template=SimpleNamespace(padding_free=False, sequence_parallel_size=2)), {}),
+        ("arguments", dict(template=SimpleNamespace(padding_free=False, sequence_parallel_size=2)), {}),
         ("arguments", {}, dict(routed_experts=torch.zeros(1))),
         ("dedup_ratio", {}, {}),
         ("dropout", {}, {}),

@@ -191,12 +191,12 @@ def test_fallbacks(path: str, caplog: pytest.LogCaptureFixture) -> None:
     )  # fmt: skip
     whole = {name: one for name, one in batch.items() if name != "action_mask"}
     for reason, one, given, more in [
-        ("ring_attention", actor, batch, dict(ring_attn_group=object())),
+        ("arguments", actor, batch, dict(ring_attn_group=object())),
         ("multimodal", actor, batch, dict(pixel_values=torch.zeros(1))),
         ("dedup_ratio", actor, alone, {}),
         ("samples", actor, odd, {}),
         ("dropout", dropout, batch, {}),
-        ("router", moe, whole, dict(return_logprobs=True, return_output=True)),
+        ("arguments", moe, whole, dict(return_logprobs=True, return_output=True)),
         (None, actor, whole, dict(return_output=True)),  # logits are wanted: nothing to count
     ]:
         for _ in range(2):

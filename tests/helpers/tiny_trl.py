@@ -212,7 +212,7 @@ def compare(stock: Any, ours: Any, ids: Tensor, mask: Tensor, width: int, **opti
 
 def refused(made: Any, *call: Any, **options: Any) -> tuple[str, Any]:
     """The reason for which a call has run on stock attention, and what it gives."""
-    made._sharing.take(torch.device("cpu"))
+    made._sharing.take()
     scores = score(made, *call, **options)
     ((reason, count),) = made._sharing.tally.fallbacks.items()
     assert count == made._sharing.tally.calls

@@ -15,7 +15,7 @@ from tiny_models import TOLERANCES, Samples, check_equal, check_gradients, dualk
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError
-from flash_attn_dualkv.integrations.common.fallback import Options, Refusal
+from flash_attn_dualkv.integrations.common.options import Options, Refusal
 from flash_attn_dualkv.integrations.transformers.admission.adapters import lora_dropouts
 from flash_attn_dualkv.integrations.transformers.admission.first_use import check_first_use
 

@@ -140,7 +140,7 @@ def test_one_pixel_changed(tmp_path: Path) -> None:
     )
     padded, images = as_trl_gives_them(MIXED.take([0, 3, 0, 3]))
     compare(stock, ours, *padded, **images)
-    before = ours._sharing.take(torch.device("cpu"))[2].item()
+    before = ours._sharing.take().tokens
     images["pixel_values"][40, 7] += 1.0  # of the third sample
     images["pixel_values"][48:64] = images["pixel_values"][32:48]
     compare(stock, ours, *padded, **images)
@@ -182,7 +182,7 @@ def test_images_of_other_families_are_stock(attention: str, tmp_path: Path) -> N
     assert all(torch.equal(own[name], of_stock[name]) for name in own)
     assert ours._sharing.tally.fallbacks == {"multimodal": 1}
     assert ours.model.config.vision_config._attn_implementation == attention
-    ours._sharing.take(torch.device("cpu"))
+    ours._sharing.take()
     compare(stock, ours, *batch([(9, [5, 9, 3])]))
     assert not ours._sharing.tally.fallbacks
 

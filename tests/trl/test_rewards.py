@@ -16,7 +16,7 @@ from tiny_trl import SLOW, Dataset, check_runs, lora, quiet, shared, train, trl
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError
-from flash_attn_dualkv.integrations.common.fallback import Options
+from flash_attn_dualkv.integrations.common.options import Options
 
 sharing_module = importlib.import_module("flash_attn_dualkv.integrations.trl.sharing")
 

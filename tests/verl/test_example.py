@@ -23,7 +23,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.config import RolloutConfig
 
-from flash_attn_dualkv.integrations.common.fallback import ENVIRONMENT, PREFIX, VERL_REASONS, Options
+from flash_attn_dualkv.integrations.common.options import ENVIRONMENT, PREFIX, REASONS, Options
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
 from flash_attn_dualkv.integrations.verl.verify import METRICS
 
@@ -100,7 +100,7 @@ def test_the_page_has_all_options_reasons_and_metrics(monkeypatch: pytest.Monkey
         row = re.search(rf"^\| `{name}` \| (.+?) \|", PAGE, re.M)
         assert row and row[1] == f"`{default}`", name
     assert f"override_config.{PREFIX}_" in PAGE and f"{ENVIRONMENT}_" in PAGE
-    for reason in VERL_REASONS:
+    for reason in REASONS:
         assert f"\n| `{reason}` |" in PAGE, reason
     monkeypatch.setattr("verl.utils.flops_counter.get_device_flops", lambda *args: 1.0)
     counted = Statistics(FlopsCounter(Qwen3Config()), 1).metrics(1.0, forward_only=False)

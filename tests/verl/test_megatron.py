@@ -36,7 +36,7 @@ from verl_runs import (
 )  # fmt: skip
 
 from flash_attn_dualkv import SharedPromptUnsupportedError, pack_shared_prompts
-from flash_attn_dualkv.integrations.common.fallback import Options
+from flash_attn_dualkv.integrations.common.options import Options
 
 ENGINE = f"{ACTOR}.megatron"
 PLUGIN = "flash_attn_dualkv.integrations.verl.megatron"
@@ -170,8 +170,8 @@ OTHER_ROUTES = [
 VERIFIED_ROUTES = routed("verified", f"{MODEL}.shared_prompt_verify_first_steps=1")
 FALLBACKS = [
     (case("temperatures", batch=Unusual(extra="temperatures")), "temperature"),
-    (case("nothing to share", batch=Batch(prompts=8, responses=1)), "ratio"),
-    (case("dropout", f"+{ENGINE}.override_transformer_config.hidden_dropout=0.1", updates=1), "model"),
+    (case("nothing to share", batch=Batch(prompts=8, responses=1)), "dedup_ratio"),
+    (case("dropout", f"+{ENGINE}.override_transformer_config.hidden_dropout=0.1", updates=1), "unsupported"),
 ]
 STAGES_FALL_BACK = case("virtual stages, temperatures", *virtual(), batch=Unusual(extra="temperatures"), **DEEP)
 # mbridge reads the weights of no other model behind this one.

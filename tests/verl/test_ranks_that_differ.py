@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from transformers import Qwen3Config
 from verl.utils import tensordict_utils as tu
 
-from flash_attn_dualkv.integrations.common.fallback import Options
+from flash_attn_dualkv.integrations.common.options import Options
 
 PROMPT, OTHER = [5, 6, 7, 8], [5, 6, 7, 9]
 SAME = "batch: expected the same on all ranks that divide its row (a sampler gives them the same samples)"
@@ -28,7 +28,7 @@ FAILED = "group: expected ranks that all come to this micro-batch, got an error 
 # Prompts of the samples of rank 0 and of rank 1, and what they say.
 CASES: dict[str, tuple[list[Any], list[Any], str, str]] = {
     "equal": ([PROMPT] * 3, [PROMPT] * 3, "shared", "shared"),
-    "equal, not shared": ([PROMPT], [PROMPT], "ratio", "ratio"),
+    "equal, not shared": ([PROMPT], [PROMPT], "dedup_ratio", "dedup_ratio"),
     "ids": ([PROMPT] * 3, [OTHER] * 3, *[DIFFERS.format("input_ids")] * 2),
     "shared on one": ([PROMPT] * 3, [PROMPT, OTHER, [5]], *[DIFFERS.format("sharing")] * 2),
     "an error on one": ([PROMPT] * 3, [PROMPT] * 2 + [None], FAILED, "no tokens"),
@@ -51,7 +51,8 @@ def micro_batch(prompts: list[list[int]]) -> Any:
 def _run_rank(rank: int, names: list[str], results: Any) -> None:
     engines = importlib.import_module("flash_attn_dualkv.integrations.verl.engine")
     engines.get_device_id = lambda: "cpu"
-    engines.expect_shared_prompt = lambda *args: contextlib.nullcontext()
+    engines.packed_row = lambda *args: None
+    engines.packed_forward = lambda *args: contextlib.nullcontext()
     engines.transformer_impl.get_ulysses_sequence_parallel_group = lambda: dist.group.WORLD
     engines.FSDPEngineWithLMHead.forward_step = lambda *args: None
     reasons: list[str] = []
@@ -60,7 +61,7 @@ def _run_rank(rank: int, names: list[str], results: Any) -> None:
         def __init__(self) -> None:
             self.options, self.refusal, self.refusal_now, self.shares, self.budget = Options(), None, None, True, None
             self.use_ulysses_sp, self.ulysses_sequence_parallel_size, self.pad_to_length = True, 2, False
-            self.pad_to_length_bucket, self.layers, self.announced = 1, 1, set()
+            self.pad_to_length_bucket, self.announced = 1, set()
             self.stock_module = SimpleNamespace(config=Qwen3Config())
             self.statistics = SimpleNamespace(count_shared=lambda *args: reasons.append("shared"))
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
 
-from flash_attn_dualkv.integrations.common.fallback import Verification
+from flash_attn_dualkv.integrations.common.pipeline import Verification
 from flash_attn_dualkv.integrations.verl import sharing, verify
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 from flash_attn_dualkv.integrations.verl.verify import MOST_NORM_DIFFERENCE, difference_of_norms
@@ -98,9 +98,9 @@ KEPT = [
 FALLBACKS = [
     (case("images", extra="images"), "multimodal"),
     (case("temperatures", extra="temperatures"), "temperature"),
-    (case("nothing to share", batch=Batch(prompts=8, responses=1)), "ratio"),
-    (case("a high threshold", f"{MODEL}.shared_prompt_min_dedup_ratio=9", micro=4), "ratio"),
-    (case("dropout", f"{MODEL}.attention_dropout=0.1"), "model"),
+    (case("nothing to share", batch=Batch(prompts=8, responses=1)), "dedup_ratio"),
+    (case("a high threshold", f"{MODEL}.shared_prompt_min_dedup_ratio=9", micro=4), "dedup_ratio"),
+    (case("dropout", f"{MODEL}.attention_dropout=0.1"), "dropout"),
 ]
 # Ranks of Ulysses would take dynamic angles from their own parts of a row.
 ROPE = '{"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}'

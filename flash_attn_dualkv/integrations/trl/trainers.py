@@ -11,9 +11,10 @@ from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from ...checks import explain
-from ...data.pack import MIN_SHARED
+from ...data.plan import MIN_SHARED
 from ...errors import SharedPromptError
-from ..common.fallback import PREFIX, TRL_REASONS, Options, Refusal, Verification, difference, savings, worst_of_ranks
+from ..common.options import PREFIX, REASONS, Options, Refusal
+from ..common.pipeline import Verification, difference, savings, worst_of_ranks
 from .regroup import keep_siblings_together
 from .sharing import Sharing
 
@@ -58,7 +59,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
     def __init__(
         self,
         *args: Any,
-        min_dedup_ratio: float = 1.1,
+        min_dedup_ratio: float = Options().min_dedup_ratio,
         max_responses_per_group: None = None,
         verify_first_steps: int = 0,
         self_check: bool = True,
@@ -130,7 +131,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
 
     def _log_sharing(self: Any) -> None:
         """Log what all ranks have run since the last line of the log, in the trainer's metrics."""
-        numbers = self._sharing.take(self.accelerator.device)
+        numbers = self._sharing.numbers(self.accelerator.device)
         if self.accelerator.num_processes > 1:
             numbers = self.accelerator.reduce(numbers, reduction="sum")
         mode = "train" if self.model.training else "eval"
@@ -145,7 +146,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self._logged[mode] = numbers
         values = {**savings(replicated, tokens), "tokens": tokens, "unread_tokens": unread}
         values["fallbacks"] = sum(fallbacks) / calls
-        for reason, count in zip(TRL_REASONS, fallbacks):
+        for reason, count in zip(REASONS, fallbacks):
             if count or reason in self._known_reasons:
                 self._known_reasons.add(reason)
                 values[f"fallbacks/{reason}"] = count / calls

@@ -16,7 +16,7 @@ import logging
 import verl.workers.engine
 
 from ...errors import SharedPromptUnsupportedError
-from ..common.fallback import Options
+from ..common.options import Options
 from ..common.versions import VERL
 from .balance import install as install_balance
 from .engine import SharedPromptFSDPEngine, SharedPromptFSDPValueEngine, install

@@ -11,7 +11,7 @@ import torch
 from ...data.balance import balance
 from ...data.given import groups_of
 from ...data.prefix_tree import PrefixTree
-from ..common.fallback import Options
+from ..common.options import Options
 from ..common.patching import after_import, replace_once
 
 # What a token's matrix products cost, in visible pairs of attention, in models of 1B to 30B.

@@ -25,15 +25,15 @@ from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ...parallel.sharded import same_on_all_ranks
 from ...parallel.ulysses import UlyssesLayout
-from ..common.fallback import Refusal
-from ..transformers import expect_shared_prompt, install_layout_hook, wrap
-from ..transformers.admission.first_use import check_first_use
-from ..transformers.admission.support import is_hybrid, num_mixing_layers, rope_of_ranks, text_config
+from ..common.options import Refusal
+from ..transformers import install_layout_hook, wrap
+from ..transformers.admission.first_use import FirstUseError, check_first_use
+from ..transformers.admission.support import is_hybrid, rope_of_ranks, text_config
 from ..transformers.admission.unwrap import backbone_name, causal_lm_of
 from ..transformers.images import check_images, check_placeholders, placeholders_of
-from ..transformers.query_pruning import late_layout
+from ..transformers.packed_forward import packed_forward, packed_row
 from . import patches
-from .micro_batches import Plan, images_of, pack_micro_batch, samples_with_late_images, samples_with_media
+from .micro_batches import PackedMicroBatch, images_of, pack_micro_batch, samples_with_late_images, samples_with_media
 from .sharing import SharedPrompts, register, take_micro_batches
 
 
@@ -53,7 +53,7 @@ class _SharedPrompts(SharedPrompts):
 
     def _build_module(self) -> Any:
         module = super()._build_module()  # type: ignore[misc]
-        self.plan: Plan | None = None
+        self.plan: PackedMicroBatch | None = None
         self.stock_module = module
         ranks = self.ulysses_sequence_parallel_size
         self._begin(type(module).__name__, module.config, ranks, functools.partial(self._attach, module))
@@ -71,16 +71,17 @@ class _SharedPrompts(SharedPrompts):
             install_layout_hook(self.decoder, self_check=False)
         except SharedPromptError as error:
             return str(error)
-        self.layers = num_mixing_layers(self.decoder)
         name = backbone_name(head)
         self.runs_towers_on_text = name is not None and patches.is_replaced(getattr(head, name))
         self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None
 
-    def _refusal_now(self, data: TensorDict) -> str | None:
+    def _refusal_now(self, data: TensorDict) -> Refusal | None:
         """Why the model cannot share in its mode with its adapters; all ranks ask together."""
-        if self.refusal is not None or (get_device_name() == "cuda" and self._kernels_lack()):
-            return self.refusal
+        if self.refusal is not None:
+            return Refusal("unsupported", self.refusal)
+        if get_device_name() == "cuda" and self._kernels_lack():
+            return None
         device = torch.empty(0, device=get_device_id()).device
         dtype = self._dtype()
         is_cast = dtype != torch.float32  # as in verl's forward_step
@@ -91,12 +92,12 @@ class _SharedPrompts(SharedPrompts):
                 options = dict(self.options.first_use, stateless=[self.stock_module])
                 check_first_use(self.decoder, device, model=self.module, **options)
         except SharedPromptError as error:
-            if str(error) not in self.announced:
-                self.announced.add(str(error))
-                reason = getattr(error, "reason", "model")
-                told = Refusal(reason, str(error)).told(data["input_ids"])
-                self._announce(f"prompts are NOT shared: {told}")
-            return str(error)
+            reason = error.reason if isinstance(error, FirstUseError) else "unsupported"
+            refusal = Refusal(reason, str(error))
+            if refusal.message not in self.announced:
+                self.announced.add(refusal.message)
+                self._announce(f"prompts are NOT shared: {refusal.told(data['input_ids'])}")
+            return refusal
         return None
 
     def _dtype(self) -> torch.dtype:
@@ -119,7 +120,7 @@ class _SharedPrompts(SharedPrompts):
         self.statistics.count_shared(found.batch, found.layout.num_unread)
         self.plan = found
         try:
-            with expect_shared_prompt(found.layout, self.layers):
+            with packed_forward(packed_row(self.stock_module, found.batch, found.layout)):
                 return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         finally:
             self.plan = None
@@ -173,7 +174,7 @@ class _SharedPrompts(SharedPrompts):
         is_undivided = hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder)
         return "multimodal" if is_undivided else None
 
-    def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
+    def _plan_of(self, micro_batch: TensorDict) -> PackedMicroBatch | str:
         """The packed form of a micro-batch, or the word for why it stays as it is."""
         if (reason := self._why_not(micro_batch)) is not None:
             return reason
@@ -193,7 +194,7 @@ class _SharedPrompts(SharedPrompts):
             self._announce(f"in a micro-batch of the prompts {uids} images are not shared: {error}")
             return "multimodal"
         if not self._is_worth_it(plan.batch):
-            return "ratio"
+            return "dedup_ratio"
         if ranks > 1:
             lacking = rope_of_ranks(self.stock_module.config, plan.layout.max_sequence)
             if lacking is not None:
@@ -203,8 +204,8 @@ class _SharedPrompts(SharedPrompts):
             # Compared over the ranks in `forward_step`, with those that do not share.
             plan = replace(plan, layout=UlyssesLayout.of(plan.layout, group))
         elif plan.scored is not None and self.options.drop_unread:
-            late = late_layout(causal_lm_of(self.stock_module), plan.batch)
-            plan = replace(plan, layout=replace(plan.layout, late=late))
+            row = packed_row(self.stock_module, plan.batch, plan.layout, drop_unread=True)
+            plan = replace(plan, layout=row.layout)
         return plan
 
     def _apart(self, data: TensorDict) -> Sequence[int]:

@@ -29,13 +29,14 @@ from ...data.batch import PackedBatch
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ...parallel.sharded import same_on_all_ranks
+from ..common.options import Refusal
 from ..common.versions import VERL
 from ..megatron import install as install_in_model
 from ..megatron import recorded_routes, replay_routes, shared_prompt_forward, shared_prompt_values
 from ..megatron.install import replayed_routers
 from ..megatron.support import check_training
 from .micro_batches import packed_batch
-from .route_keys import Kinds
+from .route_keys import route_keys
 from .sharing import SharedPrompts, register, take_micro_batches
 
 
@@ -79,15 +80,15 @@ class _SharedPrompts(SharedPrompts):
             return str(error)
         return None
 
-    def _refusal_now(self, data: TensorDict) -> str | None:
+    def _refusal_now(self, data: TensorDict) -> Refusal | None:
         if self.refusal is not None:
-            return self.refusal
+            return Refusal("unsupported", self.refusal)
         try:
             for chunk in map(unwrap_model, self.module):
                 check_training(chunk, chunk.config)
         except SharedPromptError as error:
             self._announce(f"prompts are NOT shared: {error}")
-            return str(error)
+            return Refusal("unsupported", str(error))
         return None
 
     def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
@@ -146,12 +147,12 @@ class _SharedPrompts(SharedPrompts):
         config = self.engine_config
         ranks = config.tensor_model_parallel_size if unwrap_model(self.module[0]).config.sequence_parallel else 1
         bucket = config.pad_to_length_bucket if config.pad_to_length else 1
-        batch = packed_batch(micro_batch, math.lcm(ranks, bucket), self.options, {}, self._kinds(micro_batch))
-        return batch if self._is_worth_it(batch) else "ratio"
+        batch = packed_batch(micro_batch, math.lcm(ranks, bucket), self.options, self._keys(micro_batch))
+        return batch if self._is_worth_it(batch) else "dedup_ratio"
 
-    def _kinds(self, data: TensorDict) -> Kinds | None:
+    def _keys(self, data: TensorDict) -> Tensor | None:
         found = self._routes_of(data)
-        return None if found is None else Kinds.of(data["input_ids"], *found)
+        return None if found is None else route_keys(data["input_ids"], *found)
 
     def _routes_of(self, data: TensorDict) -> tuple[Tensor, Tensor | None] | None:
         """Recorded routes to be replayed, jagged by sample, and for which tokens; None for all, or without replay."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,22 +13,20 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from ...checks import explain
-from ...data.batch import PackedBatch
+from ...data.batch import PackedBatch, pack
 from ...data.given import position_rows
-from ...data.pack import group_by_prompt, pack_jagged
+from ...data.plan import checked_tree, plan
 from ...data.prefix_tree import PrefixTree
+from ...data.samples import Beside, Samples, read_jagged
 from ...data.split import below, largest_of_ranks, on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...host import offsets_of, take
 from ...layout import SharedPromptLayout
-from ..common.fallback import Options
-from ..common.turns import deeper_tree, pack_deeper
+from ..common.options import Options
 from ..transformers.admission.support import is_mark_of_text
-from .route_keys import Kinds
 
-# Where nodes begin in each sample of a micro-batch whose tokens were counted, as those of its whole
-# mini-batch do; nothing where prompts alone are shared.
-BORDERS = "shared_prompt_borders"
+# The tree of a micro-batch, as a part of that of its mini-batch.
+TREE = "shared_prompt_tree"
 
 
 class Lengths(NamedTuple):
@@ -143,7 +141,7 @@ def _are_of_text(data: TensorDict, apart: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackedMicroBatch:
     """A micro-batch that is shared.
 
     Attributes:
@@ -160,14 +158,16 @@ class Plan:
     scored: TensorDict | None
 
 
-def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, scored_rows: bool = False) -> Plan:
+def pack_micro_batch(
+    micro_batch: TensorDict, multiple: int, options: Options, scored_rows: bool = False
+) -> PackedMicroBatch:
     """The micro-batch as one sequence; each response follows a last prompt token, for labels.
 
     Raises:
         SharedPromptError: images of prompts that do not fit these, or positions that differ where they are equal.
     """
+    batch = packed_batch(micro_batch, multiple, options)
     images = images_of(micro_batch)
-    batch = packed_batch(micro_batch, multiple, options, images)
     offsets = torch.tensor([0, batch.layout.num_tokens], device=batch.input_ids.device)
     positions = batch.row_values.get("position_ids", batch.position_ids)
     if not images and micro_batch["position_ids"].dim() == 3:  # the model's own form, all rows of it alike
@@ -182,7 +182,7 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     flags = {}
     for name in micro_batch.keys():  # noqa: SIM118, of tensors that are no mapping
         value = tu.get(micro_batch, name)
-        if name != BORDERS and not isinstance(value, (Tensor, TensorDict, list)):
+        if name != TREE and not isinstance(value, (Tensor, TensorDict, list)):
             flags[name] = value
     temperature = micro_batch["temperature"]
     flags["temperature"] = float(temperature.reshape(-1)[0]) if isinstance(temperature, Tensor) else temperature
@@ -196,50 +196,26 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
         ids = torch.nested.nested_tensor_from_jagged(batch.input_ids[rows], ends)
         teacher = _teacher_of(micro_batch, batch.distinct.pick(batch.jagged_index), ends)
         scored = tu.get_tensordict({"input_ids": ids, **teacher}, flags)
-    return Plan(batch, layout, tu.get_tensordict(row, flags), scored)
+    return PackedMicroBatch(batch, layout, tu.get_tensordict(row, flags), scored)
 
 
-def packed_batch(
-    micro_batch: TensorDict,
-    multiple: int,
-    options: Options,
-    images: dict[str, list[Tensor | None]],
-    kinds: Kinds | None = None,
-) -> PackedBatch:
-    """A micro-batch's samples, by the borders that it has, else by what is best for it alone.
+def packed_batch(micro_batch: TensorDict, multiple: int, options: Options, keys: Tensor | None = None) -> PackedBatch:
+    """A micro-batch's samples, by the tree that its mini-batch was planned with, else by what is best for it alone.
 
-    `kinds`: which tokens may share a row; None: equal ones.
+    `keys`: (sum L,) int64, only tokens with equal ones share a row; None: equal tokens do.
     """
-    if kinds is not None:
-        return kinds.restored(_packed(micro_batch, kinds.ids, multiple, options, images))
-    return _packed(micro_batch, micro_batch["input_ids"], multiple, options, images)
+    images = images_of(micro_batch)
+    positions = {"position_ids": micro_batch["position_ids"]} if images else None
+    beside = Beside(row_values=positions, images=images)
+    samples = read_jagged(micro_batch["input_ids"], prompt_lengths(micro_batch), beside, keys=keys)
+    tree = tu.get_non_tensor_data(micro_batch, TREE, None)
+    tree = _planned(micro_batch, samples, options) if tree is None else checked_tree(tree, samples)
+    return pack(samples, tree, multiple)
 
 
-def _packed(
-    micro_batch: TensorDict, ids: Tensor, multiple: int, options: Options, images: dict[str, list[Tensor | None]]
-) -> PackedBatch:
-    borders = tu.get_non_tensor_data(micro_batch, BORDERS, None)
-    sequences = ids.unbind()
-    if not borders:
-        batch = pack_jagged(
-            ids,
-            prompt_lengths(micro_batch),
-            pad_to_multiple_of=multiple,
-            row_values={"position_ids": micro_batch["position_ids"]} if images else None,
-            images=images,
-        )
-        tree = None
-        if borders is None and _goes_deeper(micro_batch):
-            tree = deeper_tree(sequences, sum(batch.tree.node_lens), options)
-        if tree is None:
-            return batch
-        borders = tree.borders
-    return pack_deeper(sequences, Lengths.of(micro_batch).prompts, borders, multiple)
-
-
-def _goes_deeper(data: TensorDict) -> bool:
-    """Whether samples may share more than prompts. Not with images, nor where a teacher has scored each sample."""
-    return "teacher_logprobs" not in data and not samples_with_media(data)
+def _planned(data: TensorDict, samples: Samples, options: Options) -> PrefixTree:
+    """Samples share more than prompts where no teacher has scored each of them."""
+    return plan(samples, min_shared=None if "teacher_logprobs" in data else options.min_shared)
 
 
 def _teacher_of(micro_batch: TensorDict, index: Tensor, offsets: Tensor) -> dict[str, Tensor]:
@@ -267,7 +243,7 @@ def grouped_micro_batches(
     options: Options,
     reason: str | None,
     apart: Sequence[int] = (),
-    kinds: Kinds | None = None,
+    keys: Tensor | None = None,
     multiple: int = 1,
 ) -> Grouped | None:
     """Micro-batches by unique tokens; None where verl's own are to be used, on all ranks alike.
@@ -278,47 +254,51 @@ def grouped_micro_batches(
         options: of the engine.
         reason: why nothing of it can be shared, if so.
         apart: samples that come last, in micro-batches of their own where these are dynamic.
-        kinds: which tokens may share a row; None: equal ones.
+        keys: of `packed_batch`.
         multiple: dynamic micro-batches are as many as one of it; of fixed ones verl's engine checks that.
     """
-    groups: list[list[int]] = []
-    singles = [[index] for index in apart]
-    tree: PrefixTree | None = None
+    together = [index for index in range(len(data)) if index not in {*apart}]
+    tree = lonely = PrefixTree((), (), (), ())
     wants = False
-    lengths = Lengths.of(data) if reason is None else Lengths([], [])
     if reason is None:
-        ids = data["input_ids"] if kinds is None else kinds.ids
-        sequences = [*ids.cpu().unbind()]
-        prompts = [whole[:count] for whole, count in zip(sequences, lengths.prompts)]
-        groups = _groups(prompts, images_of(data), set(apart))
-        shared = [index for group in groups for index in group]
-        responses = sum(lengths.responses[index] for index in shared)
-        rows = sum(lengths.prompts[group[0]] - 1 for group in groups) + responses + len(shared)
-        if not apart and _goes_deeper(data):
-            tree = deeper_tree(sequences, rows, options)
-        if tree is not None:
-            groups, rows = below(tree, tree.roots), sum(tree.node_lens)
-        wants = sum(lengths.prompts[index] for index in shared) + responses >= options.min_dedup_ratio * rows
+        shared = tu.index_select_tensor_dict(data, together) if len(apart) else data
+        samples = read_jagged(shared["input_ids"], prompt_lengths(shared), Beside(images=images_of(shared)), keys=keys)
+        tree = _planned(shared, samples, options)
+        wants = sum(tree.sequence_lens) >= options.min_dedup_ratio * sum(tree.node_lens)
+        prompts, responses = ([lens[index] for index in apart] for lens in Lengths.of(data))
+        lonely = PrefixTree.of_prompts([[at] for at in range(len(apart))], prompts, responses)
+
+    def parts_of(parts: list[list[int]], indices: Sequence[int]) -> list[list[int]]:
+        return [[indices[at] for at in part] for part in parts]
+
+    def groups() -> list[list[int]]:
+        """What shares anything, and each of the others."""
+        return [*parts_of(below(tree, tree.roots), together), *([index] for index in apart)]
+
+    def selected(part: list[int]) -> TensorDict:
+        chosen = tu.index_select_tensor_dict(data, part)
+        places = {index: at for at, index in enumerate(together)}
+        if {*part} <= {*places}:
+            tu.assign_non_tensor(chosen, **{TREE: tree.take([places[index] for index in part])})
+        return chosen
+
     if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
         if not wants:
             return None
-        order = [index for group in (*groups, *singles) for index in group]
+        order = [index for group in groups() for index in group]
         size = data["micro_batch_size_per_gpu"]
         if len(order) % size:
             expected = f"a divisor of the {len(order)} samples of a mini-batch and GPU"
             raise ValueError(explain("micro_batch_size_per_gpu", expected, size))
-        parts = [order[at : at + size] for at in range(0, len(order), size)]
-        return Grouped([tu.index_select_tensor_dict(data, part) for part in parts], None, order, None)
+        return Grouped([selected(order[at : at + size]) for at in range(0, len(order), size)], None, order, None)
     is_refused, is_wanted = largest_of_ranks((reason is not None, wants), dp_group)
     if is_refused or not is_wanted:
         return None
     budget = int(data["max_token_len_per_gpu"]) * tu.get_non_tensor_data(data, "sp_size", 1)
 
     def fill() -> tuple[list[list[int]], list[list[int]]]:
-        if tree is not None:
-            return split_by_token_budget(tree, max_tokens=budget), groups
-        parts = [split_by_token_budget(some, *lengths, budget) for some in (groups, singles)]
-        return parts[0] + parts[1], groups + singles
+        parts = parts_of(split_by_token_budget(tree, max_tokens=budget), together)
+        return parts + parts_of(split_by_token_budget(lonely, max_tokens=budget), apart), groups()
 
     try:
         parts = on_equal_terms(fill, dp_group, multiple)
@@ -328,17 +308,4 @@ def grouped_micro_batches(
             "ppo_infer_max_token_len_per_gpu), times the sequence-parallel ranks"
         )
         raise ValueError(f"{settings}, must hold the longest sequence, and each rank enough of them: {error}") from None
-    micro_batches = [tu.index_select_tensor_dict(data, part) for part in parts]
-    for micro_batch, part in zip(micro_batches, parts):
-        borders = () if tree is None else tuple(tree.borders[index] for index in part)
-        tu.assign_non_tensor(micro_batch, **{BORDERS: borders})
-    return Grouped(micro_batches, parts, None, budget)
-
-
-def _groups(prompts: list[Tensor], given: dict[str, list[Tensor | None]], apart: Container[int]) -> list[list[int]]:
-    """The samples of each prompt but those that are apart."""
-    images = {
-        name: [None if index in apart else one for index, one in enumerate(values)] for name, values in given.items()
-    }
-    groups = [[index for index in group if index not in apart] for group in group_by_prompt(prompts, images=images)]
-    return [group for group in groups if group]
+    return Grouped([*map(selected, parts)], parts, None, budget)

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Equal tokens that must not share a row, because their recorded routes of experts differ.
 
-What samples have in common is found by the kinds of their tokens; the tokens come back when a micro-batch is packed.
-So samples share what they begin with, up to the first token whose routes differ.
+What samples have in common is found by the keys of their tokens, beside which the tokens themselves are packed. So
+samples share what they begin with, up to the first token whose routes differ.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...checks import explain
-from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import group_by_prompt
 from ...errors import SharedPromptError
 from ...host import take
@@ -24,61 +22,40 @@ from ...host import take
 _CHUNK = 1 << 15  # tokens whose routes are widened to 64 bits at a time
 
 
-class Kinds(NamedTuple):
-    """The kinds of all tokens of a batch.
+def route_keys(input_ids: Any, routes: Any, replayed: Tensor | None = None) -> Tensor:
+    """(sum L,) int64: equal for equal tokens that have the same experts in all layers, in the same order.
 
-    Attributes:
-        ids: nested (B, L_i) int64, the kind of each token, from 0.
-        tokens: (kinds,) int64, the token of each kind.
+    Args:
+        input_ids: nested (B, L_i).
+        routes: nested (B, L_i, layers, k).
+        replayed: nested (B, L_i) bool, which of them count; tokens without have equal keys if they are equal.
+
+    Raises:
+        SharedPromptError: the routes are not those of as many tokens.
     """
-
-    ids: Tensor
-    tokens: Tensor
-
-    @staticmethod
-    def of(input_ids: Any, routes: Any, replayed: Tensor | None = None) -> Kinds:
-        """Tokens are of one kind if they are equal and have the same experts in all layers, in the same order.
-
-        Args:
-            input_ids: nested (B, L_i).
-            routes: nested (B, L_i, layers, k).
-            replayed: nested (B, L_i) bool, which of them count; tokens without are of one kind if they are equal.
-
-        Raises:
-            SharedPromptError: the routes are not those of as many tokens.
-        """
-        tokens = input_ids.values().long()
-        if not torch.equal(routes.offsets().diff().cpu(), input_ids.offsets().diff().cpu()):
-            expected = f"routes of the {len(tokens)} tokens of all samples"
-            raise SharedPromptError(explain("routed_experts", expected, f"of {len(routes.values())}"))
-        values = routes.values().to(tokens.device).flatten(1)
-        if replayed is not None:
-            values = values.masked_fill(~replayed.values().to(tokens.device)[:, None], -1)
-        kinds, examples = _numbered(tokens, values)
-        return Kinds(torch.nested.nested_tensor_from_jagged(kinds, input_ids.offsets()), take(tokens, examples))
-
-    def restored(self, batch: PackedBatch) -> PackedBatch:
-        """A batch that was packed from `ids`, with the tokens."""
-        labels, ids = batch.row_labels, take(self.tokens, batch.input_ids)
-        return replace(
-            batch,
-            input_ids=ids,
-            layout=replace(batch.layout, input_ids=ids),
-            targets=take(self.tokens, batch.targets),
-            row_labels=take(self.tokens, labels.clamp(min=0)).where(labels >= 0, IGNORED_LABEL),
-            max_token=int(self.tokens.max()),
-        )
-
-    def divided_prompts(self, prompt_lens: Sequence[int]) -> int:
-        """How many prompts have samples that differ in the kinds of their tokens."""
-        kinds = [ids[:length] for ids, length in zip(self.ids.unbind(), prompt_lens, strict=True)]
-        of_kinds, of_tokens = group_by_prompt(kinds), group_by_prompt([take(self.tokens, one) for one in kinds])
-        firsts = {index: group[0] for group in of_kinds for index in group}
-        return sum(len({firsts[index] for index in group}) > 1 for group in of_tokens)
+    tokens = input_ids.values().long()
+    if not torch.equal(routes.offsets().diff().cpu(), input_ids.offsets().diff().cpu()):
+        expected = f"routes of the {len(tokens)} tokens of all samples"
+        raise SharedPromptError(explain("routed_experts", expected, f"of {len(routes.values())}"))
+    values = routes.values().to(tokens.device).flatten(1)
+    if replayed is not None:
+        values = values.masked_fill(~replayed.values().to(tokens.device)[:, None], -1)
+    return _numbered(tokens, values)
 
 
-def _numbered(tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers from 0, equal for equal tokens with equal values, and the place of a token with each number.
+def divided_prompts(keys: Tensor, input_ids: Any, prompt_lens: Sequence[int]) -> int:
+    """The number of prompts whose samples have different keys."""
+    of_keys, of_tokens = (
+        group_by_prompt([values[:length] for values, length in zip(flat.split(sizes), prompt_lens, strict=True)])
+        for sizes in [input_ids.offsets().diff().tolist()]
+        for flat in (keys, input_ids.values())
+    )
+    firsts = {index: group[0] for group in of_keys for index in group}
+    return sum(len({firsts[index] for index in group}) > 1 for group in of_tokens)
+
+
+def _numbered(tokens: Tensor, values: Tensor) -> Tensor:
+    """Numbers from 0, equal for equal tokens with equal values.
 
     Args:
         tokens: (n,) int64.
@@ -98,5 +75,5 @@ def _numbered(tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if torch.equal(take(tokens, same), tokens) and all(
             torch.equal(values.index_select(0, same[at : at + _CHUNK]), values[at : at + _CHUNK]) for at in parts
         ):
-            return numbers, examples
+            return numbers
     raise AssertionError("unreachable")

@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import EngineRegistry
 
 from ...data.batch import PackedBatch
 from ...data.split import largest_of_ranks
-from ..common.fallback import PREFIX, VERL_REASONS, Options, Verification, kernels_refusal
+from ..common.options import PREFIX, REASONS, Options, Refusal, kernels_refusal
 from ..common.patching import replace_once
+from ..common.pipeline import Verification
 from .losses import of_micro_batches
 from .micro_batches import Lengths, grouped_micro_batches, why_not
-from .route_keys import Kinds
+from .route_keys import divided_prompts
 from .statistics import Statistics
 from .verify import run_both
 
@@ -41,14 +43,14 @@ class SharedPrompts:
     config: Any  # of transformers, what the kernels are asked about
     takes_routes = False  # of experts, to record and replay
     shares = True  # unless verl's own path is to run
-    refusal_now: str | None = None  # why the model cannot be shared in the call that runs
+    refusal_now: Refusal | None = None  # why the model cannot be shared in the call that runs
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
     division: str | None = None  # why the loss of this call needs verl's own micro-batches
     has_gradients = False  # of an earlier call, to which the next one adds its own
 
     # What each engine says for itself
 
-    def _refusal_now(self, data: TensorDict) -> str | None:
+    def _refusal_now(self, data: TensorDict) -> Refusal | None:
         """Why the model cannot share in its mode, to be said once of these samples; all ranks ask together."""
         raise NotImplementedError
 
@@ -64,8 +66,8 @@ class SharedPrompts:
         """Whether the model is exact with the images of these samples in shared prompts; it says why not."""
         return False
 
-    def _kinds(self, data: TensorDict) -> Kinds | None:
-        """Which tokens of these samples may share a row; None: equal ones."""
+    def _keys(self, data: TensorDict) -> Tensor | None:
+        """(sum L,) which tokens of these samples may share a row: those with equal ones; None: equal tokens."""
         return None
 
     def _apart(self, data: TensorDict) -> Sequence[int]:
@@ -161,7 +163,7 @@ class SharedPrompts:
 
     def _count_stock(self, micro_batch: TensorDict, reason: str) -> None:
         self.statistics.count_stock(Lengths.of(micro_batch), reason)
-        self._announce(f"micro-batches run on verl's own path where this holds ({reason}): {VERL_REASONS[reason]}")
+        self._announce(f"micro-batches run on verl's own path where this holds ({reason}): {REASONS[reason]}")
 
     def _count_divided(self, prompts: int) -> None:
         self.statistics.divided += prompts
@@ -173,9 +175,9 @@ class SharedPrompts:
 
     def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
         if not self.shares:
-            return "verification"
+            return "switched_off"
         if self.refusal_now is not None:
-            return "model"
+            return self.refusal_now.reason
         reason = why_not(data, apart, self._takes_images(data), self.takes_routes)
         return reason or (self._kernels_lack() if get_device_name() == "cuda" else None)
 
@@ -193,14 +195,14 @@ class SharedPrompts:
         self.budget = None
         apart = self._apart(data)
         reason = self._why_not(data, apart)
-        kinds = self._kinds(data) if reason is None else None
-        if kinds is not None:
-            self._count_divided(kinds.divided_prompts(Lengths.of(data).prompts))
+        keys = self._keys(data) if reason is None else None
+        if keys is not None:
+            self._count_divided(divided_prompts(keys, data["input_ids"], Lengths.of(data).prompts))
         if self.division is not None:  # on all ranks alike
             if reason is None:
                 self._announce(f"micro-batches stay as verl makes them, and share what is in each: {self.division}")
             return stock()
-        found = grouped_micro_batches(data, dp_group, self.options, reason, apart, kinds, multiple)
+        found = grouped_micro_batches(data, dp_group, self.options, reason, apart, keys, multiple)
         if found is None:
             return stock()
         self.budget, self.order = found.budget, found.order or []

@@ -7,8 +7,16 @@ from verl.utils.flops_counter import FlopsCounter
 
 from ...cli.predict import causal_pairs
 from ...data.batch import PackedBatch
-from ..common.fallback import PREFIX, VERL_REASONS, Tally, savings
+from ..common.options import PREFIX, REASONS
+from ..common.pipeline import Tally, savings
 from .micro_batches import Lengths
+
+# Words of the release before, which go with the next one, and what they counted.
+_OLD = {
+    "verification": ("switched_off",),
+    "model": ("unsupported", "dropout", "noise", "self_check"),
+    "ratio": ("dedup_ratio",),
+}
 
 
 class Statistics:
@@ -47,7 +55,9 @@ class Statistics:
             "fallback_micro_batches": tally.fallbacks.total(),
             "fallback_prompts": self.divided,
         }
-        found |= {f"fallback/{reason}": tally.fallbacks[reason] for reason in VERL_REASONS}
+        counts = {reason: tally.fallbacks[reason] for reason in REASONS}
+        counts |= {old: sum(counts[reason] for reason in now) for old, now in _OLD.items()}
+        found |= {f"fallback/{reason}": count for reason, count in counts.items()}
         return {f"{PREFIX}/{name}": [float(value)] for name, value in found.items()}
 
     def _mfu(self, seconds: float, forward_only: bool) -> float:

@@ -14,7 +14,8 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from ..common.fallback import PREFIX, difference, worst_of_ranks
+from ..common.options import PREFIX
+from ..common.pipeline import difference, worst_of_ranks
 from .micro_batches import Lengths
 
 logger = logging.getLogger(__name__)

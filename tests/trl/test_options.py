@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What trainers share in integrations/fallback.py: options as text, reasons, counts, verification."""
+"""What trainers share in integrations/common: options as text, reasons, counts, verification."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("transformers")
 
 from flash_attn_dualkv.errors import SharedPromptError
-from flash_attn_dualkv.integrations.common import fallback
-from flash_attn_dualkv.integrations.common.fallback import Options
+from flash_attn_dualkv.integrations.common import pipeline
+from flash_attn_dualkv.integrations.common.options import REASONS, Options
 
-FOLDER = Path(fallback.__file__).parents[1]
+FOLDER = Path(pipeline.__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,16 @@ def _given_reasons(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("trainer", ["trl", "verl"])
-def test_every_reason_that_is_given_is_counted(trainer: str) -> None:
+@pytest.mark.parametrize("folder", ["integrations/trl", "integrations/verl", "integrations/common", "contrib"])
+def test_every_reason_that_is_given_is_counted(folder: str) -> None:
     """One that is not in the table would be missing from the trainer's metrics."""
-    given = set().union(*map(_given_reasons, (FOLDER / trainer).glob("*.py")))
-    assert len(given) > 4
-    assert given <= set(getattr(fallback, f"{trainer.upper()}_REASONS"))
+    given = set().union(*map(_given_reasons, (FOLDER.parent / folder).glob("*.py")))
+    assert len(given) > 1
+    assert given <= set(REASONS)
 
 
 def test_a_verification_ends_with_its_calls_or_a_difference() -> None:
-    due = fallback.Verification(2, "train", "infer")
+    due = pipeline.Verification(2, "train", "infer")
     assert [due.is_due("train") for _ in range(3)] == [True, True, False]
     assert due.is_due("infer")
     due.has_failed = True
@@ -103,27 +103,27 @@ def test_a_verification_ends_with_its_calls_or_a_difference() -> None:
 
 def test_a_call_that_could_not_be_compared_is_made_up_for() -> None:
     """So many times and no more: some runs have no finite gradients at all."""
-    due = fallback.Verification(1, "train", "infer")
+    due = pipeline.Verification(1, "train", "infer")
     calls = 0
     while due.is_due("train"):
         calls += 1
         due.repeat("train")
-    assert calls == 1 + fallback._MOST_REPEATS
+    assert calls == 1 + pipeline._MOST_REPEATS
     assert due.is_due("infer") and not due.is_due("infer")
 
 
 def test_differences() -> None:
     shared, stock = torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.0, 1.0, 1.0])
-    assert fallback.difference(shared, stock).tolist() == pytest.approx([4.0, 5 / 3])
-    assert fallback.difference(shared, stock, 2).tolist() == [4.0, 2.5]
-    assert fallback.difference(shared[:0], stock[:0]).tolist() == [0.0, 0.0]
-    assert fallback.worst_of_ranks(torch.tensor([math.nan, 0.5])) == [math.inf, 0.5]
+    assert pipeline.difference(shared, stock).tolist() == pytest.approx([4.0, 5 / 3])
+    assert pipeline.difference(shared, stock, 2).tolist() == [4.0, 2.5]
+    assert pipeline.difference(shared[:0], stock[:0]).tolist() == [0.0, 0.0]
+    assert pipeline.worst_of_ranks(torch.tensor([math.nan, 0.5])) == [math.inf, 0.5]
 
 
 def test_counts() -> None:
-    tally = fallback.Tally()
+    tally = pipeline.Tally()
     tally.add(torch.tensor(30), torch.tensor(10))
     tally.add(5, 5, "dtype")
     assert (tally.calls, int(tally.replicated), int(tally.tokens), dict(tally.fallbacks)) == (2, 35, 15, {"dtype": 1})
-    assert fallback.savings(35, 15) == {"dedup_ratio": 35 / 15, "tokens_saved": 20}
-    assert fallback.savings(0, 0)["dedup_ratio"] == 1.0
+    assert pipeline.savings(35, 15) == {"dedup_ratio": 35 / 15, "tokens_saved": 20}
+    assert pipeline.savings(0, 0)["dedup_ratio"] == 1.0

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What trainers share: options, reasons for stock attention, counts, and verification."""
+"""Options of all trainers, and reasons for stock attention: one list of each."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +13,9 @@ from torch import Tensor
 
 from ... import checks
 from ...checks import CUDA_DTYPES, explain, spelled_flag
-from ...data.pack import MIN_SHARED, group_by_prefix
-from ...errors import SharedPromptError
+from ...data.pack import group_by_prefix
+from ...data.plan import MIN_SHARED
+from ...errors import SharedPromptError, SharedPromptLayoutError
 from ..transformers.admission.support import kernels_lack
 
 PREFIX = "shared_prompt"  # of options in configurations, and of metrics
@@ -97,7 +96,7 @@ class Options(NamedTuple):
             if key == PREFIX or key.startswith(f"{PREFIX}_"):
                 option = key.removeprefix(PREFIX).removeprefix("_") or "enabled"
                 if option not in (*Options._fields, GONE):
-                    expected = "one of " + ", ".join(f"{PREFIX}_{one}" for one in sorted(Options._fields))
+                    expected = "one of " + ", ".join(f"{PREFIX}_{option}" for option in sorted(Options._fields))
                     raise ValueError(explain("override_config", expected, key))
                 given[option] = f"override_config.{key}", value
         return Options.checked(
@@ -151,32 +150,42 @@ class Refusal(NamedTuple):
         return f"{self.message}. Without it these samples would have {ratio:.2f} times fewer tokens"
 
 
+class Refused(Exception):  # noqa: N818 (stock attention is no error)
+    """Raised anew, never kept: an exception holds the tensors of the frames it has passed."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.refusal = Refusal(reason, message)
+
+
+@contextmanager
+def refusing(reason: str) -> Iterator[None]:
+    """Raise Refused where the package refuses something inside, but for layouts that get lost: these are mistakes."""
+    try:
+        yield
+    except SharedPromptLayoutError:
+        raise
+    except SharedPromptError as error:
+        raise Refused(reason, str(error)) from None
+
+
 # Accelerate's mixed precisions: what its autocast, inside a prepared model's forward, computes in.
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What the metrics of TRL's trainers count; the words that say why come with each case.
-TRL_REASONS = (
-    "switched_off",
-    "liger",
-    "unsupported",
-    "dtype",
-    "kernels",
-    "dropout",
-    "noise",
-    "self_check",
-    "multimodal",
-    "arguments",
-    "samples",
-    "dedup_ratio",
-)
-# What those of verl's engines count, and what it means.
-VERL_REASONS = {
-    "verification": "verify_first_steps has found a difference, or the step is a verified one",
-    "model": "the model is not exact on shared prompts in its present mode, as a warning has said",
+# Why a call runs on stock attention: words of metrics, and what each means.
+REASONS = {
+    "switched_off": "sharing is off: verify_first_steps has found a difference, or compares with this call",
+    "liger": "use_liger_kernel=True replaces layers of the model",
+    "unsupported": "the model is not exact on shared prompts in its present mode, as a warning has said",
     "dtype": "the kernels compute in 16 bits only",
     "kernels": "the kernels lack the model's head dimension or softcap",
-    "no_prompts": "samples have no prompts",
+    "dropout": "the model has dropout in its present mode",
+    "noise": "the model draws random numbers in its present mode",
+    "self_check": "a pair of sequences came out otherwise in a packed row",
     "multimodal": "samples have images, video or audio that cannot be shared",
+    "arguments": "the model is given something that no packed row has",
+    "samples": "what is scored, or padding, is not as a packed row needs it",
+    "no_prompts": "samples have no prompts",
     "positions": "position ids do not count the tokens of each sample",
     "temperature": "samples have different temperatures",
     "distillation": (
@@ -186,7 +195,8 @@ VERL_REASONS = {
     "logits": "calculate_sum_pi_squared wants all logits, which Megatron's engine does not form",
     "routing_replay": "routes of experts are recorded or replayed, which Megatron's engine alone shares prompts with",
     "forced_groups": "force_group_size is above 1",
-    "ratio": "less is saved than min_dedup_ratio",
+    "ranks": "another rank's micro-batch is not shared, and with ZeRO-3 all must be alike",
+    "dedup_ratio": "less is saved than min_dedup_ratio",
 }
 
 
@@ -199,71 +209,3 @@ def kernels_refusal(config: Any, dtype: torch.dtype) -> Refusal | None:
         return Refusal("dtype", f"the kernels compute in 16 bits; the model has {dtype} (set bf16=True)")
     lack = kernels_lack(config)
     return Refusal("kernels", f"they do not have {lack}") if lack else None
-
-
-@dataclass
-class Tally:
-    """What has been run."""
-
-    calls: int = 0
-    # Ints, or tensors that stay on their GPU.
-    replicated: Any = 0  # tokens that stock attention runs, without padding
-    tokens: Any = 0  # tokens that were run
-    unread: int = 0  # of these, not in the last layers
-    fallbacks: Counter[str] = field(default_factory=Counter)
-
-    @torch.compiler.disable
-    def add(self, replicated: Any, tokens: Any, reason: str | None = None, unread: int = 0) -> None:
-        self.calls += 1
-        self.replicated = self.replicated + replicated
-        self.tokens = self.tokens + tokens
-        self.unread += unread
-        if reason is not None:
-            self.fallbacks[reason] += 1
-
-
-def savings(replicated: float, tokens: float) -> dict[str, float]:
-    """The metrics that every trainer has, without their prefix."""
-    return {"dedup_ratio": replicated / tokens if tokens else 1.0, "tokens_saved": replicated - tokens}
-
-
-# fp16's loss scale begins at 2^16 and is halved by each overflow.
-_MOST_REPEATS = 16
-
-
-class Verification:
-    """Calls of each kind still to be computed by stock attention too; whether one differed."""
-
-    def __init__(self, calls: int, *kinds: str) -> None:
-        self._left = dict.fromkeys(kinds, calls)
-        self._repeats = dict.fromkeys(kinds, _MOST_REPEATS)
-        self.has_failed = False
-
-    def is_due(self, kind: str) -> bool:
-        """Whether this call is to be verified; it counts."""
-        is_due = self._left[kind] > 0 and not self.has_failed
-        self._left[kind] -= is_due
-        return is_due
-
-    def repeat(self, kind: str) -> None:
-        """This call could not be compared: another one is to be, unless that has happened too often."""
-        is_allowed = self._repeats[kind] > 0
-        self._repeats[kind] -= is_allowed
-        self._left[kind] += is_allowed
-
-
-def difference(shared: Tensor, stock: Tensor, scored: Any = None) -> Tensor:
-    """(2,): the largest difference and the mean, over `scored` values; over all of them if None."""
-    if not stock.numel():
-        return stock.new_zeros(2, dtype=torch.float32)
-    found = (shared - stock).detach().abs().float()
-    return torch.stack([found.max(), found.sum() / (found.numel() if scored is None else scored)])
-
-
-def worst_of_ranks(values: Tensor) -> list[float]:
-    """The largest of each value over all ranks, which so decide alike; NaN becomes infinite."""
-    values = values.nan_to_num(nan=float("inf"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-    found: list[float] = values.tolist()
-    return found

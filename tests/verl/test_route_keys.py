@@ -12,9 +12,12 @@ pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 import torch
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptError, pack_jagged
+from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.data.batch import PackedBatch, pack
+from flash_attn_dualkv.data.plan import plan
+from flash_attn_dualkv.data.samples import read_jagged
 from flash_attn_dualkv.integrations.verl import route_keys as module
-from flash_attn_dualkv.integrations.verl.route_keys import Kinds
+from flash_attn_dualkv.integrations.verl.route_keys import divided_prompts, route_keys
 
 PROMPT, LENGTHS = 5, (8, 9, 7)
 
@@ -35,15 +38,14 @@ def inputs() -> tuple[Tensor, Tensor]:
     return jagged(rows), jagged(of_rows)
 
 
-def test_equal_tokens_with_equal_routes_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_tokens_with_equal_routes_have_equal_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, routes = inputs()
     columns = torch.cat((ids.values()[:, None], routes.values().flatten(1).long()), 1)
     _, expected = columns.unique(dim=0, return_inverse=True)
 
     def check() -> None:
-        found = Kinds.of(ids, routes)
-        assert torch.equal(found.tokens[found.ids.values()], ids.values())
-        assert torch.equal(found.ids.values()[:, None] == found.ids.values(), expected[:, None] == expected)
+        keys = route_keys(ids, routes)
+        assert torch.equal(keys[:, None] == keys, expected[:, None] == expected)
 
     check()
     monkeypatch.setattr(module, "_CHUNK", 4)
@@ -60,13 +62,16 @@ def test_equal_tokens_with_equal_routes_are_of_one_kind(monkeypatch: pytest.Monk
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("place", [0, 3, PROMPT])
-def test_samples_of_other_routes_are_packed_apart(place: int) -> None:
+@pytest.mark.parametrize("min_shared", [None, 1])
+@pytest.mark.parametrize("place", [0, PROMPT])
+def test_samples_of_other_routes_are_packed_apart(place: int, min_shared: int | None) -> None:
     ids, routes = inputs()
     routes.values()[place, 2, 1] += 1  # of the first sample
-    found = Kinds.of(ids, routes)
-    batch = found.restored(pack_jagged(found.ids, [PROMPT] * 3, pad_to_multiple_of=8))
-    assert (batch.layout.num_groups, found.divided_prompts([PROMPT] * 3)) == ((2, 1) if place < PROMPT else (1, 0))
+    keys = route_keys(ids, routes)
+    samples = read_jagged(ids, [PROMPT] * 3, keys=keys)
+    batch: PackedBatch = pack(samples, plan(samples, min_shared=min_shared), 8)
+    divided = divided_prompts(keys, ids, [PROMPT] * 3)
+    assert (batch.layout.num_groups, divided) == ((2, 1) if place < PROMPT else (1, 0))
     assert torch.equal(batch.input_ids[batch.row_index], ids.values())
     assert torch.equal(batch.targets, ids.values()[batch.jagged_index + 1])
     assert torch.equal(batch.labels[batch.token_index], batch.targets)
@@ -79,7 +84,7 @@ def test_routes_that_are_not_replayed_do_not_count() -> None:
     replayed = torch.ones(sum(LENGTHS), dtype=torch.bool)
     routes.values()[3] += 1
     replayed[[3, LENGTHS[0] + 3]] = False  # of two samples
-    found = Kinds.of(ids, routes, jagged([*replayed.split(LENGTHS)])).ids.unbind()
+    found = route_keys(ids, routes, jagged([*replayed.split(LENGTHS)])).split(LENGTHS)
     assert found[0][3] == found[1][3] != found[2][3]
     assert torch.equal(found[0][:3], found[2][:3])
 
@@ -88,4 +93,4 @@ def test_other_lengths_are_refused() -> None:
     ids, routes = inputs()
     rows = list(routes.unbind())
     with pytest.raises(SharedPromptError, match="routed_experts"):
-        Kinds.of(ids, jagged([rows[0][1:], *rows[1:]]))
+        route_keys(ids, jagged([rows[0][1:], *rows[1:]]))
