@@ -99,6 +99,29 @@ def sequence_nodes(
     return ints(rows, torch.int32).view(-1, COLUMNS).to(cu_seqlens_q.device)
 
 
+def split_nodes(q_offsets: Tensor, k_offsets: Tensor, cuts: Tensor) -> Tensor:
+    """Table of sequences that are split in two, made on the device: prompt and response, or parts of them.
+
+    Args:
+        q_offsets: (N+1,) int32, rows of q of each sequence, which are its last tokens.
+        k_offsets: (N+1,) int32, its keys.
+        cuts: (N,) int32, how many of them belong to the prompt; all if there are fewer.
+
+    Returns:
+        (2 N, 8).
+    """
+    q_begin, k_begin = q_offsets[:-1], k_offsets[:-1]
+    queries, keys = q_offsets.diff(), k_offsets.diff()
+    cuts = torch.minimum(cuts, keys)
+    first = keys - queries  # position of the first query
+    above = torch.minimum((cuts - first).clamp(min=0), queries)  # queries in the prompt
+    zero, index = torch.zeros_like(cuts), torch.arange(len(cuts), dtype=torch.int32, device=cuts.device)
+    end = 2 * index + 2
+    root = (q_begin, above, first, k_begin, cuts, zero, zero - 1, end)
+    leaf = (q_begin + above, queries - above, first + above, k_begin + cuts, keys - cuts, cuts, 2 * index, end)
+    return torch.stack((*root, *leaf), dim=1).view(-1, COLUMNS)
+
+
 def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     """Table of the nodes of trees whose rows are queries and keys alike, from tensors whose values are checked here.
 

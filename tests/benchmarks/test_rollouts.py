@@ -17,7 +17,7 @@ pytest.importorskip("transformers", "5.17")
 import bench_mismatch
 import trainers_report
 
-from flash_attn_dualkv.integrations.transformers import decode, unregister_decode
+from flash_attn_dualkv.integrations.transformers import rollout, unregister_decode
 
 COMMIT = ["--commit", "0123456789ab"]
 
@@ -44,7 +44,7 @@ def test_runs_of_trl(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_trl, "one_run", lambda name, *rest: running.append(name) or one_run(name, *rest))
     monkeypatch.setattr(subprocess, "run", in_process)
     # Queued as stock rollouts are, so that all draw the same random numbers.
-    monkeypatch.setattr(decode._Queued, "__lt__", list.__lt__)
+    monkeypatch.setattr(rollout._Queued, "__lt__", list.__lt__)
     example = [
         "--preset",
         "cpu",

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from flash_attn_dualkv.errors import SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations.common import versions
-from flash_attn_dualkv.integrations.common.patching import check_signature, replace_all
+from flash_attn_dualkv.integrations.common.patching import check_signature, in_front_of, replace_all
 from flash_attn_dualkv.integrations.common.versions import Package
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,6 +238,17 @@ def test_all_are_replaced_or_none() -> None:
     with pytest.raises(SharedPromptUnsupportedError, match=r"Owner.second: expected a function \(self\), got none"):
         replace_all([(Owner, name, lambda stock: lambda self: "ours") for name in ("first", "second")])
     assert Owner().first() == "stock"
+
+
+def test_functions_in_front_of_others_are_checked() -> None:
+    class Owner:
+        def run(self, size: int, scale: int = 1) -> Any:
+            return size * scale
+
+    with pytest.raises(SharedPromptUnsupportedError, match=r"Owner.run: expected the signature \(self, size\), got"):
+        replace_all([(Owner, "run", in_front_of(lambda stock, self, size: None))])
+    replace_all([(Owner, "run", in_front_of(lambda stock, self, size, scale=1: ("ours", stock(self, size, scale))))])
+    assert Owner().run(2, scale=3) == ("ours", 6)
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda one: one.name)

@@ -12,7 +12,7 @@ import transformers
 from tiny_trl import SLOW, check_runs, model_on_disk, shared, train, trainer
 
 from flash_attn_dualkv import SharedPrefixPlan
-from flash_attn_dualkv.integrations.transformers import decode
+from flash_attn_dualkv.integrations.transformers import rollout
 
 pytestmark = [
     pytest.mark.skipif(tiny_models.VERSION < (5, 17), reason="needs transformers 5.17 or newer"),
@@ -45,7 +45,7 @@ def test_completions(cls, tmp_path, monkeypatch, registered):
         return update(plan, table, *args, **kwargs)
 
     # Queued as stock rollouts are, so that both draw the same random numbers.
-    monkeypatch.setattr(decode._Queued, "__lt__", list.__lt__)
+    monkeypatch.setattr(rollout._Queued, "__lt__", list.__lt__)
     monkeypatch.setattr(transformers.GenerationMixin, "generate_batch", generate_batch)
     monkeypatch.setattr(SharedPrefixPlan, "update", recorded)
     size = "page_size" if hasattr(transformers.ContinuousBatchingConfig, "page_size") else "block_size"

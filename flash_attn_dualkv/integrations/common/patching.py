@@ -38,6 +38,21 @@ def stock_of(function: Any) -> Any:
     return getattr(function, "dualkv_stock", function)
 
 
+def in_front_of(function: Callable[..., Any]) -> Make:
+    """Replacement by function(stock, ...): it takes the calls that `function` takes after `stock`."""
+
+    def make(stock: Any) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(stock, *args, **kwargs)
+
+        signature = inspect.signature(function)
+        parameters = [*signature.parameters.values()][1:]
+        replacement.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return replacement
+
+    return make
+
+
 def replace_once(owner: Any, name: str, make: Make) -> None:
     """Put make(stock) in the place of an attribute, if nothing stands in its place yet, by `replace_all`."""
     replace_all([(owner, name, make)])

@@ -16,10 +16,10 @@ from ...guard import expect_shared_prompt
 from .admission.support import check_supported
 from .attention import register, wrap
 from .classifiers import shared_prompt_values
-from .decode import register_decode, unregister_decode
 from .forward import shared_prompt_forward, shared_prompt_logits
 from .hook import install_layout_hook
 from .images import row_inputs
+from .rollout import register_decode, unregister_decode
 
 __all__ = [
     "check_supported",

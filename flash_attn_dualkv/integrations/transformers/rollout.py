@@ -1,293 +1,348 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention of the steps of transformers' continuous batching, for which `register_decode` puts it in place."""
+"""transformers' continuous batching on decoding over shared prefixes.
+
+    register_decode()  # once; generate_batch of every model of the process then decodes with it
+    outputs = model.generate_batch([prompt for prompt in prompts for _ in range(16)], generation_config=...)
+
+transformers batches, keeps the pages and shares them. A step in which every request has one token has a block table: it
+runs on `shared_prefix_decode`, with one plan for all layers. All other steps, and all steps of models with windows, run
+on the kernels of training, over keys that transformers gathers. Both cut a request where training does.
+"""
 
 from __future__ import annotations
 
-import functools
+import importlib
 import inspect
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface
 
 from ... import checks, ops
 from ...calls import make_options
 from ...checks import explain
-from ...data.prefix_tree import SHIFTS, Boundary
+from ...data.prefix_tree import SHIFTS, Boundary, checked_boundary
 from ...decode.attention import shared_prefix_decode
+from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ...nodes import split_nodes
+from ..common.patching import Make, in_front_of, replace_all, stock_of
+from . import patches
+from .admission.decoding import SLIDING, check_decodes, tables_lack
+from .admission.support import text_config
 from .attention import refuse_unknown
 
-SLIDING = "sliding_attention"
+# Attention implementations of models on a GPU and on the CPU. For names with "flash" in them
+# transformers reserves no memory for masks, and captures CUDA graphs wherever there is a GPU.
+NAMES = ("dualkv_flash", "dualkv_paged")
 ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which layers get it
 # What continuous batching hands to every layer.
 _OF_BATCHES = (
     "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "k_cache", "logits_indices", "logits_processor_args",
     "max_length_k", "max_length_q", "max_seqlen_k", "max_seqlen_q", "read_index", "v_cache", "write_index",
 )  # fmt: skip
+# What the last `register_decode` asked for.
+_boundary: Boundary = "replicate"
+_exact: str = "trainer"
+# Managers that generate on this package; `persistent_manager` lets a model keep one.
+_managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Options(NamedTuple):
-    """Options of a layer's attention, as `shared_prefix_decode` takes them; `window` is its `left`, or -1."""
+def register_decode(boundary: Boundary = "replicate", *, exact: Literal["trainer", "split"] = "trainer") -> None:
+    """Let continuous batching of all models of this process run on this package, prefill and decoding.
 
-    scale: float | None
-    window: int
-    softcap: float
-    sinks: Tensor | None
+    It holds for `generate_batch`, for managers that are made from then on, and for TRL's
+    `use_transformers_continuous_batching`, whatever `attn_implementation` a model has. Models that cannot run on it
+    raise when generation starts: hybrids, MLA, and on a GPU what the kernels lack.
+
+    Args:
+        boundary: of training (`pack_shared_prompts`): where requests are cut, which the bits of a row depend on.
+        exact: of `SharedPrefixPlan`. "split" divides long walks, which the last requests of rollouts of very different
+            lengths would do one tile after the other; steps that decode then have other bits than training.
+
+    Raises:
+        SharedPromptError: transformers is older than 5.17, or so new that what is replaced has other signatures; an
+            argument is not as described.
+    """
+    global _boundary, _exact
+    _boundary, _exact = checked_boundary(boundary), checks.choice("exact", exact, ("trainer", "split"))
+    try:
+        replace_all(_seams())
+    except (ImportError, SharedPromptUnsupportedError) as error:
+        message = explain("transformers", "5.17 or newer", f"{transformers.__version__}: {error}")
+        raise SharedPromptError(message) from error
+    for name in NAMES:
+        AttentionInterface.register(name, attend)
+    patches.install()  # generate_batch then gives a model its attention back, errors or not
 
 
-class Group(NamedTuple):
-    """Layers with one block table: its place among those of a step, the first of the layers, pages that all have."""
+def unregister_decode() -> None:
+    """Put stock continuous batching back; nothing happens without `register_decode`.
 
-    place: int
-    first_layer: int
-    num_pages: int
-    window: int  # rows of a ring of pages, which is all that a token sees; 0: none
-    trash: int  # row of the flattened pages that tokens of padding are written to
+    A manager that a model has kept is dropped: stock attention would not read its block tables.
+    """
+    if not all(AttentionInterface._global_mapping.pop(name, None) for name in NAMES):
+        return
+    for owner, name, _ in _seams():
+        setattr(owner, name, stock_of(getattr(owner, name)))
+    for manager in [*_managers]:
+        model: Any = getattr(manager, "model", None)
+        if getattr(model, "_cached_continuous_batching_manager", None) is manager:
+            model.destroy_cached_continuous_batching_manager()
+    _managers.clear()
 
 
-class _Decoded(NamedTuple):
-    """A group's step of one token for each request: its plan, and the row of the flattened pages of each token."""
+def _seams() -> list[tuple[Any, str, Make]]:
+    """Functions of transformers that are replaced: their owners, names, and what makes the replacement."""
+    names = "continuous_api", "initialization", "model_runner", "cache"
+    folder = "transformers.generation.continuous_batching"
+    api, initialization, runner, cache = (importlib.import_module(f"{folder}.{name}") for name in names)
+    seams: list[tuple[Any, str, Callable[..., Any]]] = [
+        (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_attention),
+        (api.ContinuousBatchingManager, "add_requests", _add_copies_apart),
+        (initialization, "ensure_decode_fast_path_is_available", _offer_tables),
+        (initialization, "decide_use_cuda_graphs", _decide_graphs),
+        (runner.ModelRunner, "warmup", _skip_warmup),
+        (runner.ModelRunner, "compute_batch", _compute_batch),
+    ]
+    if hasattr(cache.PagedAttentionCache, "allocate_blocks"):  # transformers 5.17
+        seams.append((cache.PagedAttentionCache, "search_prefix_match", _match_less))
+    return [(owner, name, in_front_of(function)) for owner, name, function in seams]
 
-    plan: SharedPrefixPlan
-    rows: Tensor
+
+def _page_size(settings: Any) -> int:
+    return int(getattr(settings, "page_size", None) or settings.block_size)
+
+
+def _switch_attention(stock: Any, manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    before = model.config._attn_implementation
+    if before in NAMES:
+        return
+    check_decodes(model)
+    if manager not in _managers and manager.batch_processor is not None:
+        expected = "one of after register_decode() (model.destroy_cached_continuous_batching_manager() drops it)"
+        raise SharedPromptError(explain("the manager that the model has kept", expected, "one of stock batching"))
+    _managers.add(manager)
+    for config in (model.config, text_config(model.config)):
+        config._attn_implementation_internal = NAMES[model.device.type == "cpu"]
+    manager._original_attn_impl = before  # which the manager puts back when it stops
+
+
+def _offer_tables(stock: Any, config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+    """The stock function knows packages of kernels alone, and no CPU."""
+    if config._attn_implementation not in NAMES:
+        stock(config, cb_config, *args, **kwargs)
+        return
+    cb_config._attn_implementation = config._attn_implementation  # for `_decide_graphs`
+    if (expected := tables_lack(config)) is not None:
+        message = explain("model", f"{expected}, to decode over pages", config.model_type)
+        warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=3)
+        cb_config.max_blocks_per_request = 0
+    elif cb_config.max_blocks_per_request != 0 and (size := _page_size(cb_config)) % PAGE_ROWS:
+        raise SharedPromptError(explain("page_size", f"a multiple of {PAGE_ROWS}", size))
+
+
+def _decide_graphs(stock: Any, cb_config: Any, is_attn_mask_needed: bool, cuda_graph_requested: bool) -> None:
+    """Steps that prefill differ in size: unless asked for, their graphs would be captured and never replayed."""
+    is_open = cb_config.use_cuda_graph is None and not cuda_graph_requested and cb_config.max_blocks_per_request != 0
+    stock(cb_config, is_attn_mask_needed=is_attn_mask_needed, cuda_graph_requested=cuda_graph_requested)
+    is_on_gpu = getattr(cb_config, "_attn_implementation", None) == NAMES[0]
+    if is_open and is_on_gpu and cb_config.use_cuda_graph == (True, True):
+        cb_config.use_cuda_graph = (False, True)
+
+
+def _skip_warmup(stock: Any, runner: Any, model: Any) -> None:
+    """Each `generate_batch` would compute steps over the whole cache; the first step of a size captures its graph."""
+    if model.config._attn_implementation not in NAMES:
+        stock(runner, model)
+
+
+def _compute_batch(stock: Any, runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
+    if model.config._attn_implementation in NAMES:
+        if not hasattr(runner, ROLLOUT):
+            setattr(runner, ROLLOUT, Rollout(runner.cache, runner.cb_config.max_requests_per_batch))
+        batch_data[ROLLOUT] = getattr(runner, ROLLOUT)
+        batch_data[ROLLOUT].begin(runner.inputs_and_outputs, batch_data["position_ids"][0])
+    stock(runner, model, batch_data)
+
+
+class _Queued(list[int]):
+    """A prompt, in a queue that transformers sorts from the largest to the smallest."""
+
+    place: tuple[int, ...] = ()
+
+    def __lt__(self, other: list[int]) -> bool:
+        return isinstance(other, _Queued) and self.place > other.place
+
+
+def _add_copies_apart(stock: Any, manager: Any, inputs: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+    """One request of each of some prompts, then their second ones, and so on.
+
+    Pages can be shared once the step that computes them has been read, one or two steps later: of 16 copies side by
+    side four would be computed. Copies wait for no more tokens than four steps compute and half of the cache holds.
+    """
+    if manager.model.config._attn_implementation not in NAMES:
+        return stock(manager, inputs, *args, **kwargs)
+    settings = manager.continuous_batching_config
+    most = 4 * (settings.max_batch_tokens or 8192)
+    if settings.num_blocks:
+        most = min(most, settings.num_blocks * _page_size(settings) // 2)
+    queued, window, tokens = [*map(_Queued, inputs)], 0, 0
+    copies: dict[tuple[int, ...], list[_Queued]] = {}
+    for request in queued:
+        copies.setdefault(tuple(request), []).append(request)
+    for rank, prompt in enumerate(sorted(copies, reverse=True)):
+        tokens += len(prompt)
+        if tokens > max(most, len(prompt)):
+            window, tokens = window + 1, len(prompt)
+        for turn, request in enumerate(copies[prompt]):
+            request.place = window, turn, rank
+    return stock(manager, queued, *args, **kwargs)
+
+
+def _match_less(stock: Any, cache: Any, request_id: str, prompt_ids: list[int]) -> Any:
+    """Never the whole prompt: siblings with an equal first token would then write into one page."""
+    return stock(cache, request_id, prompt_ids[: -1 if len(prompt_ids) % cache.block_size == 0 else None])
 
 
 class Rollout:
-    """What the layers of a model share while a manager generates with it.
+    """State that a model's layers share in a rollout; the first of each kind makes it anew, within CUDA graphs."""
 
-    The first layer of each group makes what the others use in a step: inside of a CUDA graph, if
-    there is one, so that it is made anew in every replay.
-
-    Args:
-        cache: the manager's PagedAttentionCache.
-        max_requests: the most requests of a step.
-        boundary, exact: as `register_decode` has them.
-    """
-
-    def __init__(self, cache: Any, max_requests: int, boundary: Boundary, exact: str) -> None:
-        self._cache, self._shift, self._exact = cache, SHIFTS[boundary], exact
+    def __init__(self, cache: Any, max_requests: int) -> None:
+        self._cache, self._shift, self._exact = cache, SHIFTS[_boundary], _exact
+        # transformers 5.17 has groups of layers, later versions an allocator for each kind of them.
+        self._groups = getattr(cache, "layer_index_to_group_indices", None)
+        if self._groups is None:
+            allocators = cache.layer_to_allocator.items()
+            windows = {layer: getattr(allocator, "sliding_window", 0) for layer, allocator in allocators}
+        else:
+            windows = {layer: window if window > 1 else 0 for layer, window in cache.sliding_windows.items()}
+        self.windows = dict(sorted(windows.items()))  # 0: none
+        self._first = {window: layer for layer, window in reversed(self.windows.items())}
+        self._chooses = "kwargs" in inspect.signature(cache.update).parameters  # from 5.19 on, for each layer
         # Where a step's requests are cut. CUDA graphs read the same memory in every step.
         self._cuts = torch.zeros(max_requests, dtype=torch.int32, device=cache.device)
-        self._positions = self._cuts.long()  # of the step's tokens
-        self._groups: dict[int, Group] = {}  # by layer
-        self._decoded: dict[int, _Decoded] = {}  # by group
-        self._tables: dict[int, Tensor] = {}  # nodes of a step with several tokens of a request, by group
+        self._positions = self._rows = self._cuts.long()  # of the step's tokens; rows of the flattened pages
+        self._plan: SharedPrefixPlan | None = None
+        self._nodes: dict[int, Tensor] = {}  # of a step with several tokens of a request, by window
         self._last: tuple[int, Tensor] | None = None  # layer that decoded, and its new keys
 
     def begin(self, batch: Any, positions: Tensor) -> None:
         """Note where training cuts the requests of the step that begins, and positions of its tokens."""
-        self._positions = positions
-        stream = batch.compute_stream
+        self._positions, stream = positions, batch.compute_stream
         if hasattr(batch, "io_pairs"):  # asynchronous batching
             batch = batch.io_pairs[batch.current_pair].host_io
-        states = [one.state for one in batch.requests_in_batch]
-        # A request that was evicted begins anew, with what it had generated behind its prompt.
-        lengths = [one._true_initial_tokens or len(one.initial_tokens) for one in states]
-        cuts = torch.tensor([one - self._shift for one in lengths], dtype=torch.int32)
-        if self._cuts.is_cuda:
-            cuts = cuts.pin_memory()
+        states = [request.state for request in batch.requests_in_batch]
+        # A request that was evicted begins anew, with what it had generated after its prompt.
+        lengths = [state._true_initial_tokens or len(state.initial_tokens) for state in states]
+        cuts = [length - self._shift for length in lengths]
         if stream is not None:
             # transformers 5.17 writes a step's inputs on another stream where there are no CUDA
             # graphs: on a busy GPU the step would begin with parts of the last one's.
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            self._cuts[: len(states)].copy_(cuts, non_blocking=True)
+            host = torch.tensor(cuts, dtype=torch.int32, pin_memory=self._cuts.is_cuda)
+            self._cuts[: len(cuts)].copy_(host, non_blocking=True)
 
-    def group_of(self, layer: int) -> Group:
-        """The group of a layer."""
-        if layer not in self._groups:
-            self._groups[layer] = _group(self._cache, layer)
-        return self._groups[layer]
+    def fill(self, layer: int, key: Tensor, value: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Keys and values that a layer sees, with its new ones put into the cache; `batch` becomes the layer's."""
+        if self._chooses:
+            return self._cache.update(key, value, layer, kwargs=batch)
+        if isinstance(batch["cu_seq_lens_k"], dict):
+            batch["cu_seq_lens_k"] = batch["cu_seq_lens_k"][SLIDING if self.windows[layer] else "full_attention"]
+        if batch["block_table"] is not None:
+            batch["block_table"] = batch["block_table"][0]  # of the only group
+            return key, value
+        found = self._cache.update(key, value, layer, read_index=batch["read_index"], write_index=batch["write_index"])
+        return found[0].transpose(0, 1)[None], found[1].transpose(0, 1)[None]
 
-    def decode(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, table: Tensor, offsets: Tensor, options: Options
-    ) -> Tensor:  # fmt: skip
-        """Attention of a step of one token for each request, which is appended to the pages.
-
-        Args:
-            layer: its index.
-            q, k, v: (requests, heads, head_dim).
-            table: (requests, columns).
-            offsets: (requests + 1,), of all keys of each request; a request without is padding.
-            options: of the layer.
-
-        Raises:
-            SharedPromptUnsupportedError: the layer's keys and values are not what its pages are made for.
-        """
-        group = self.group_of(layer)
-        k_pages, v_pages = (one[: group.num_pages] for one in _pages(self._cache, layer))
-        if k.shape[1:] != k_pages.shape[2:] or v.shape[1:] != v_pages.shape[2:]:
-            expected = f"keys and values of {tuple(k_pages.shape[2:])}, as pages have them by the configuration"
-            raise _unsupported(layer, expected, f"{tuple(k.shape[1:])} and {tuple(v.shape[1:])}")
-        if self._last and self._last[0] == layer and self._last[1].data_ptr() == k.data_ptr():
-            # Differential attention: values of the second call would be written over those of the
-            # first.
-            raise _unsupported(layer, "one attention over its keys", "two")
+    def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: dict[str, Any], options: Any) -> Tensor:
+        """Attention of a step of one token for each request, appended to the pages; without keys it is padding."""
+        table, offsets, pages = batch["block_table"], batch["cu_seq_lens_k"], self._pages(layer)
+        expected = got = ""
+        if isinstance(offsets, dict):  # for each kind of layer, from which caches choose
+            expected, got = "keys that it puts into the cache", "those of another layer"
+        elif any(new.shape[1:] != held.shape[2:] for new, held in zip((k, v), pages)):
+            expected = f"keys and values of {tuple(pages[0].shape[2:])}, as pages have them by the configuration"
+            got = f"{tuple(k.shape[1:])} and {tuple(v.shape[1:])}"
+        elif self._last and self._last[0] == layer and self._last[1].data_ptr() == k.data_ptr():
+            # Differential attention: values of the second call would be written over those of the first.
+            expected, got = "one attention over its keys", "two"
+        if expected:
+            message = explain(f"layer {layer}", f"{expected}, to decode over pages", got)
+            raise SharedPromptUnsupportedError(f"{message}; generate without register_decode()")
         self._last = layer, k
-        if layer == group.first_layer:
-            self._decoded[group.place] = self._plan(group, k_pages, q.shape[1], table, offsets)
-        plan, rows = self._decoded[group.place]
-        for new, pages in ((k, k_pages), (v, v_pages)):
-            pages.view(-1, *pages.shape[2:]).index_copy_(0, rows, new)
-        window = -1 if group.window else options.window
-        return shared_prefix_decode(
-            q, k_pages, v_pages, plan, softmax_scale=options.scale, window_size=(window, -1),
-            softcap=options.softcap, sinks=options.sinks,
-        )  # fmt: skip
-
-    def _plan(self, group: Group, pages: Tensor, heads: int, table: Tensor, offsets: Tensor) -> _Decoded:
-        (requests, columns), (num_pages, page_size, kv_heads, head_dim) = table.shape, pages.shape
-        if group.place in self._decoded:
-            plan = self._decoded[group.place].plan
-        else:
-            plan = SharedPrefixPlan(
-                len(self._cuts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
-                num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device, exact=self._exact,
+        if self._plan is None:
+            # Views of later layers begin later in one tensor, and have fewer pages.
+            num_pages = min(len(self._pages(other)[0]) for other in self.windows)
+            _, page_size, kv_heads, head_dim = pages[0].shape
+            self._plan = SharedPrefixPlan(
+                len(self._cuts), table.shape[1], num_pages=num_pages, page_size=page_size, num_heads=q.shape[1],
+                num_kv_heads=kv_heads, head_dim=head_dim, device=q.device, exact=self._exact,
             )  # fmt: skip
-        lengths = offsets.diff()
-        plan.update(table, lengths, boundaries=None if group.window else self._cuts[:requests])
-        position = torch.where(lengths > 0, self._positions[:requests], 0).long()
-        if group.window:
-            position %= group.window
-        page = table.gather(1, position[:, None] // page_size)[:, 0].long()
-        return _Decoded(plan, torch.where(lengths > 0, page * page_size + position % page_size, group.trash))
+        if layer == self._first[self.windows[layer]]:
+            lengths, size = offsets.diff(), pages[0].shape[1]
+            self._plan.update(table, lengths, boundaries=self._cuts[: len(table)])
+            position = torch.where(lengths > 0, self._positions[: len(table)], 0).long()
+            page = table.gather(1, position[:, None] // size)[:, 0].long()
+            owner = self._cache.layer_to_allocator[layer] if self._groups is None else self._cache
+            self._rows = torch.where(lengths > 0, page * size + position % size, owner.write_trash_index)
+        k_pages, v_pages = (held[: self._plan.limits.num_pages] for held in pages)
+        for new, held in ((k, k_pages), (v, v_pages)):
+            held.view(-1, *held.shape[2:]).index_copy_(0, self._rows, new)
+        return shared_prefix_decode(q, k_pages, v_pages, self._plan, **options)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, options: Options
-    ) -> Tensor:  # fmt: skip
-        """Attention of a step in which requests have any number of tokens, over gathered keys.
+    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer as (pages, page_size, heads, head_dim)."""
+        cache = self._cache
+        if self._groups is None:
+            return cache.layer_to_allocator[layer].get_cache_for_block_table(layer)
+        place, shape = self._groups[layer][1], (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+        return cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
 
-        Args:
-            layer: its index.
-            q: (tokens, heads, head_dim), the last tokens of each request.
-            k, v: (keys, heads, head_dim), all keys of each request, or the last ones, which its
-                windows show: where those are cut changes bits alone.
-            q_offsets, k_offsets: (requests + 1,).
-            options: of the layer.
-        """
-        group = self.group_of(layer)
-        if options.window < 0 and group.window:  # a layer whose mask alone would say it
-            options = options._replace(window=group.window - 1)
-        if layer == group.first_layer:
-            cuts = self._cuts[: len(q_offsets) - 1]
-            self._tables[group.place] = cut_sequences(q_offsets, k_offsets, cuts)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: dict[str, Any], options: Any) -> Tensor:
+        """Attention of a step in which requests have any number of tokens, over the keys that their rows see."""
+        window, q_offsets = self.windows[layer], batch["cu_seq_lens_q"]
+        if layer == self._first[window]:
+            self._nodes[window] = split_nodes(q_offsets, batch["cu_seq_lens_k"], self._cuts[: len(q_offsets) - 1])
         q, k, v = checks.inputs(("query", "key", "value"), (q, k, v))
         checks.check_pair_shape(q, "key", k, "value", v)
-        checks.check_sinks(options.sinks, q)
-        made = make_options(
-            head_dim=q.shape[2], causal=True, mean_keys=1, softmax_scale=options.scale, window_left=options.window,
-            softcap=options.softcap,
+        checks.check_sinks(options["sinks"], q)
+        call = make_options(
+            head_dim=q.shape[2], causal=True, mean_keys=1, window_left=options["window_size"][0],
+            softmax_scale=options["softmax_scale"], softcap=options["softcap"],
         )  # fmt: skip
-        return ops.attend(q, k, v, self._tables[group.place], made, sinks=options.sinks)[0]
-
-
-def _unsupported(layer: int, expected: str, got: str) -> SharedPromptUnsupportedError:
-    """A layer that cannot decode over pages; stock continuous batching may."""
-    message = explain(f"layer {layer}", f"{expected}, to decode over pages", got)
-    return SharedPromptUnsupportedError(f"{message}; generate without register_decode()")
-
-
-def cut_sequences(q_offsets: Tensor, k_offsets: Tensor, cuts: Tensor) -> Tensor:
-    """Node table of sequences that are cut in two, on the device: prompt and response, or parts of them.
-
-    Args:
-        q_offsets: (N+1,) int32, rows of q of each sequence, which are its last tokens.
-        k_offsets: (N+1,) int32, its keys.
-        cuts: (N,) int32, how many of them belong to the prompt; all if there are fewer.
-    """
-    q_begin, k_begin = q_offsets[:-1], k_offsets[:-1]
-    queries, keys = q_offsets.diff(), k_offsets.diff()
-    cuts = torch.minimum(cuts, keys)
-    first = keys - queries  # position of the first query
-    above = torch.minimum((cuts - first).clamp(min=0), queries)  # queries in the prompt
-    zero, index = torch.zeros_like(cuts), torch.arange(len(cuts), dtype=torch.int32, device=cuts.device)
-    end = 2 * index + 2
-    root = (q_begin, above, first, k_begin, cuts, zero, zero - 1, end)
-    leaf = (q_begin + above, queries - above, first + above, k_begin + cuts, keys - cuts, cuts, 2 * index, end)
-    return torch.stack((*root, *leaf), dim=1).view(-1, len(root))
-
-
-def _is_older(cache: Any) -> bool:
-    """Whether a cache is that of transformers 5.17, which may have several groups of one kind of layer."""
-    return hasattr(cache, "layer_index_to_group_indices")
-
-
-def _group(cache: Any, layer: int) -> Group:
-    if _is_older(cache):
-        place = cache.layer_index_to_group_indices[layer][0]
-        layers = [one for one, (other, _) in cache.layer_index_to_group_indices.items() if other == place]
-        window = 0 if cache.sliding_windows[layer] == 1 else cache.sliding_windows[layer]
-        trash = cache.write_trash_index
-    else:
-        allocator = cache.layer_to_allocator[layer]
-        place, layers = allocator.index, allocator.layer_indices
-        window, trash = getattr(allocator, "sliding_window", 0), allocator.write_trash_index
-    # Where one tensor has the pages of all layers, views of later layers begin later in it and have
-    # fewer.
-    num_pages = min(len(_pages(cache, one)[0]) for one in layers)
-    return Group(place, min(layers), num_pages, window, trash)
-
-
-def _pages(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V of a layer as (pages, page_size, heads, head_dim)."""
-    if _is_older(cache):  # each layer of a group has tensors of its own
-        place = cache.layer_index_to_group_indices[layer][1]
-        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
-        return cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
-    k, v = cache.layer_to_allocator[layer].get_cache_for_block_table(layer)
-    return k, v
+        return ops.attend(q, k, v, self._nodes[window], call, sinks=options["sinks"])[0]
 
 
 @torch.compiler.disable
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention under transformers' signature, of a step of continuous batching: (1, T, H, d)."""
     rollout, cache = kwargs.pop(ROLLOUT, None), kwargs.pop("cache", None)
     if rollout is None:
-        expected, got = "another outside of continuous batching", module.config._attn_implementation  # type: ignore[union-attr]
-        raise SharedPromptError(explain("attn_implementation", expected, got))
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+        expected = "another outside of continuous batching"
+        raise SharedPromptError(explain("attn_implementation", expected, module.config._attn_implementation))
+    layer = int(module.layer_idx)
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if cache is not None:  # up to 5.23; then models have put keys into their cache before
-        key, value = _filled(cache, key, value, layer, kwargs)
-    window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
-    window = -1 if window is None else window - 1
-    options = Options(kwargs.pop("scaling", None), window, softcap or 0.0, kwargs.pop("s_aux", None))
     batch = {name: kwargs.pop(name, None) for name in _OF_BATCHES}
+    if cache is not None:  # up to transformers 5.23; then models have put keys into their cache before
+        key, value = rollout.fill(layer, key, value, batch)
+    # The cache knows a window that otherwise only the mask would have.
+    window = kwargs.pop("sliding_window", None) or rollout.windows[layer]
+    options = dict(softmax_scale=kwargs.pop("scaling", None), window_size=(window - 1, -1))
+    options |= dict(softcap=kwargs.pop("softcap", None) or 0.0, sinks=kwargs.pop("s_aux", None))
     if attention_mask is not None or kwargs.pop("dropout", 0.0) or kwargs.pop("is_causal", True) is False:
         expected, got = "causal attention", "a mask, dropout, or attention that is not causal"
         raise SharedPromptError(explain(type(module).__name__, expected, got))
     refuse_unknown(module, kwargs)
-    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    table, offsets = batch["block_table"], batch["cu_seq_lens_k"]
-    if table is not None:
-        if isinstance(offsets, dict):  # for each kind of layer, from which caches choose
-            raise _unsupported(layer, "keys that it puts into the cache", "those of another layer")
-        return rollout.decode(layer, q, k, v, table, offsets, options)[None], None
-    return rollout.attend(layer, q, k, v, batch["cu_seq_lens_q"], offsets, options)[None], None
-
-
-@functools.cache
-def _takes_kwargs(update: Callable[..., Any]) -> bool:
-    """Whether caches choose for a layer, as from 5.19 on, or the layer does."""
-    return "kwargs" in inspect.signature(update).parameters
-
-
-def _filled(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Keys and values that a layer sees, with its new ones put into the cache; `kwargs` become those of the layer."""
-    if _takes_kwargs(type(cache).update):
-        filled: tuple[Tensor, Tensor] = cache.update(key, value, layer, kwargs=kwargs)
-        return filled
-    group, offsets, table = _group(cache, layer), kwargs["cu_seq_lens_k"], kwargs.get("block_table")
-    if isinstance(offsets, dict):
-        kwargs["cu_seq_lens_k"] = offsets[SLIDING if group.window else "full_attention"]
-    if table is not None:
-        kwargs["block_table"] = table[group.place]
-        return key, value
-    found = cache.update(key, value, layer, read_index=kwargs["read_index"], write_index=kwargs["write_index"])
-    key, value = (one.transpose(0, 1)[None] for one in found)
-    return key, value
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    run = rollout.attend if batch["block_table"] is None else rollout.decode
+    return run(layer, q, k, v, batch, options)[None], None
