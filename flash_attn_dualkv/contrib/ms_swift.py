@@ -126,7 +126,7 @@ def _rows(model_inputs: dict[str, Any], padding_free: bool) -> tuple[Tensor, Ten
 
 
 def _log(trainer: Any, scores: PaddedScores) -> None:
-    """What was run since the last call, in the trainer's metrics."""
+    """Log in the trainer's metrics what was run since the last call."""
     tally = scores.take()
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     values = savings(float(tally.replicated), float(tally.tokens))

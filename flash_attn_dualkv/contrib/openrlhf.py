@@ -70,7 +70,7 @@ def share_prompts(
 
 
 class ActorOutput:
-    """What an actor returns beside log-probabilities where no logits are made."""
+    """Second output of an actor, next to log-probabilities, when no logits are made."""
 
     def __init__(self, entropy: Tensor | None) -> None:
         if entropy is not None:

@@ -38,7 +38,7 @@ def check_decodes(model: Any) -> None:
 
 
 def _decoding_lacks(text: Any, device: torch.device) -> str | None:
-    """What decoding lacks for the model's heads."""
+    """Lack of the kernels of decoding for a model's heads; None if they run it."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     sizes: dict[str, Any] = dict(num_pages=1, page_size=PAGE_ROWS, num_heads=1, num_kv_heads=1)
     try:
@@ -49,7 +49,7 @@ def _decoding_lacks(text: Any, device: torch.device) -> str | None:
 
 
 def tables_lack(config: Any) -> str | None:
-    """What keeps a model from block tables."""
+    """Requirement of block tables that a model does not meet; None if it has them."""
     if getattr(text_config(config), "num_kv_shared_layers", None):
         return "keys of its own in each layer"
     types = getattr(config, "layer_types", None)
