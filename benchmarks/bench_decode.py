@@ -30,6 +30,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +60,23 @@ class Step:
     keys: list[int]
     cuts: list[int]
     trunks: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    # On the GPU:
-    k: Tensor = field(init=False)
-    v: Tensor = field(init=False)
-    q: Tensor = field(init=False)
-    table: Tensor = field(init=False)
-    seqlens: Tensor = field(init=False)
-    boundaries: Tensor = field(init=False)
-    cu_seqlens_q: Tensor = field(init=False)
 
-    def tensors(self) -> None:
-        """On the GPU: caches, table, lengths and queries."""
+    def tensors(self, columns: int = 0) -> None:
+        """On the GPU: caches, queries, lengths, and the table, of that many columns if not as many as are used."""
         shape = (self.pages, self.page_size, self.kv_heads, HEAD_DIM)
         self.k, self.v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.q = torch.randn(len(self.keys) * self.queries, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        columns = max(map(len, self.tables))
+        columns = columns or max(map(len, self.tables))
         self.table = ints([row + [0] * (columns - len(row)) for row in self.tables])
         self.seqlens, self.boundaries = ints(self.keys), ints(self.cuts)
         self.cu_seqlens_q = ints([*range(0, len(self.q) + 1, self.queries)])
+
+    def plan(self, exact: str | None) -> SharedPrefixPlan:
+        """An empty plan for steps of this size."""
+        return SharedPrefixPlan(
+            *self.table.shape, num_pages=self.pages, max_queries=len(self.q), page_size=self.page_size, num_heads=HEADS,
+            num_kv_heads=self.kv_heads, head_dim=HEAD_DIM, device="cuda", exact=exact,
+        )  # fmt: skip
 
     @property
     def bytes(self) -> int:
@@ -138,25 +138,17 @@ Run = Callable[[], Any]  # of which the first result is O
 def dualkv(step: Step) -> Iterator[tuple[str, Run]]:
     offsets = step.cu_seqlens_q if step.queries > 1 else None
     for name, exact in (("dualkv", "trainer"), ("dualkv_split", "split"), ("dualkv_step", None)):
-        plan = SharedPrefixPlan(
-            *step.table.shape, num_pages=step.pages, max_queries=len(step.q), page_size=step.page_size, num_heads=HEADS,
-            num_kv_heads=step.kv_heads, head_dim=HEAD_DIM, device="cuda", exact=exact,
-        )  # fmt: skip
-        out = torch.empty_like(step.q)
-
-        def update(plan: SharedPrefixPlan = plan) -> SharedPrefixPlan:
-            return plan.update(step.table, step.seqlens, cu_seqlens_q=offsets, boundaries=step.boundaries)
-
-        def decode(plan: SharedPrefixPlan = plan, out: Tensor = out) -> Tensor:
-            return shared_prefix_decode(step.q, step.k, step.v, plan, out=out)
-
-        def both(
-            update: Callable[[], SharedPrefixPlan] = update, decode: Callable[[SharedPrefixPlan], Tensor] = decode
-        ) -> Tensor:
-            return decode(update())
-
+        plan = step.plan(exact)
+        given = step.table, step.seqlens
+        update = partial(plan.update, *given, cu_seqlens_q=offsets, boundaries=step.boundaries)
         update()
-        yield name, decode if exact else both
+        decode = partial(shared_prefix_decode, step.q, step.k, step.v, plan, out=torch.empty_like(step.q))
+        yield name, decode if exact else partial(updated, update, decode)
+
+
+def updated(update: Run, decode: Run) -> Any:
+    update()
+    return decode()
 
 
 def fa3(step: Step) -> Iterator[tuple[str, Run]]:

@@ -19,6 +19,7 @@ import sys
 import command
 import torch
 from measure import ShapeRun, laps_under_load
+from models import HEAD_NORM
 from packing import Arrangement, Attention, Prepared, leaf, packed_positions, shared
 from peers import Implementation, layer_implementations
 from shapes import Shape
@@ -28,11 +29,6 @@ from torch.nn.functional import linear, rms_norm, silu
 from flash_attn_dualkv.cli.predict import ModelShape
 
 ROPE_BASE, EPS, WEIGHT_STD = 1e6, 1e-6, 0.02
-# The mean weight of norms of query and key heads. At 1 the scores of random tokens are nearly equal
-# and attention is close to an average of all values, in which an error would be lost.
-HEAD_NORM = 1.6
-
-
 Weights = dict[str, Tensor]  # of one layer, as torch.nn.functional.linear takes them: (outputs, inputs)
 
 
@@ -125,21 +121,9 @@ class LayerRun(ShapeRun):
         return forward, after
 
 
-QUICK = ("16x8Kx131-2048", "8x16Kx131-2048")
-PRESETS = {
-    "quick": QUICK,
-    "table11": tuple(
-        f"{n}x{prompt}x131-2048" for prompt in ("5059", "8K", "16K", "32K", "64K", "128K") for n in (4, 8, 16, 32)
-    ),
-    "responses": ("64x256x131-2048", "32x300x1K-8K", "32x512x512-2K", "8x1Kx131-2048", "16x200x4K-16K"),
-    "tree": ("tree-agentic",),
-    "tiny": ("tiny-3x70x1-90", "tiny-4x64x24", "tiny-tree-tiny"),
-}
 # A pass is long: a few in a round give the median enough samples.
 SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 3}
-BENCHMARK = command.Benchmark(
-    "layer", __doc__ or "", PRESETS, layer_implementations, run_type=LayerRun, settings=SETTINGS
-)
+BENCHMARK = command.Benchmark("layer", __doc__ or "", layer_implementations, run_type=LayerRun, settings=SETTINGS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -12,50 +12,27 @@ a table for requests of up to `most` keys, as engines make it. With `bounded` th
 
 from __future__ import annotations
 
-import random
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
-from bench_decode import median_of
+from bench_decode import LONGEST, make_step, median_of
 from command import RESULTS, Result, gpu_folder, parser_of
 
-from flash_attn_dualkv import SharedPrefixPlan
-
-PAGE, PROMPT, RESPONSES, LONGEST = 16, 8192, 16, 2048
+PAGE, PROMPT, RESPONSES = 16, 8192, 16
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 HOST_UPDATES = 200
 
 
-def make_table(requests: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Block table, keys of each request, and pages, which lie in random places."""
-    rng = random.Random(0)
-    own, shared = LONGEST // PAGE + 1, PROMPT // PAGE
-    prompts = -(-requests // RESPONSES)
-    pages = prompts * shared + requests * own
-    places = torch.randperm(pages, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    table = torch.zeros(requests, columns, dtype=torch.int32)
-    table[:, :shared] = places[: prompts * shared].view(prompts, shared).repeat_interleave(RESPONSES, 0)[:requests]
-    table[:, shared : shared + own] = places[prompts * shared :].view(requests, own)
-    keys = torch.tensor([PROMPT + rng.randint(1, LONGEST) for _ in range(requests)], dtype=torch.int32)
-    return table.cuda(), keys.cuda(), pages
-
-
 def measure(requests: int, most: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows of a table, with and without a bound."""
-    table, keys, pages = make_table(requests, most // PAGE)
-    longest = int(keys.max())
+    """Rows of a table for requests of at most `most` keys, with and without a bound."""
+    step = make_step(f"{requests // RESPONSES}x{RESPONSES}x{PROMPT >> 10}K")
+    step.tensors(most // PAGE)
     rows: list[dict[str, Any]] = []
-    for bound in (longest, None):
-        plan = SharedPrefixPlan(
-            requests, most // PAGE, num_pages=pages, page_size=PAGE, num_heads=32, num_kv_heads=8, head_dim=128,
-            device="cuda", exact="split",
-        )  # fmt: skip
-
-        def update(plan: SharedPrefixPlan = plan, bound: int | None = bound) -> None:
-            plan.update(table, keys, max_seqlen=bound)
-
+    for bound in (max(step.keys), None):
+        update = partial(step.plan("split").update, step.table, step.seqlens, max_seqlen=bound)
         update()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -67,10 +44,9 @@ def measure(requests: int, most: int, rounds: int) -> list[dict[str, Any]]:
             update()
         host = (time.perf_counter() - begin) / HOST_UPDATES * 1e6
         torch.cuda.synchronize()
-        rows.append({"requests": requests, "columns": most // PAGE, "bounded": bound is not None, "device_us": device,
-                     "host_us": host})  # fmt: skip
-        bounded = "bounded" if bound else "all columns"
-        print(f"{requests} x {most // PAGE} columns, {bounded}: {device:.1f} us, host {host:.1f} us", flush=True)
+        rows.append({"requests": requests, "columns": most // PAGE, "bounded": bound is not None})
+        rows[-1] |= {"device_us": device, "host_us": host}
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -84,8 +60,8 @@ def keys_of(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--most", nargs="+", type=keys_of, default=[keys_of(one) for one in ("16K", "128K", "1M")])
-    parser.add_argument("--requests", nargs="+", type=int, default=[256, 1024])
+    parser.add_argument("--most", nargs="+", type=keys_of, default=[*map(keys_of, ("16K", "128K", "1M"))])
+    parser.add_argument("--requests", nargs="+", type=int, default=[256, 1024], help="multiples of 16")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

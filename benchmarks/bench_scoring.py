@@ -22,17 +22,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from command import RESULTS, Result, gpu_folder, parser_of
 from lm_eval.models.huggingface import HFLM
 from measure import Row
-from models import ALL_MODELS
+from models import ALL_MODELS, make_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedTokenizerFast
 
 from flash_attn_dualkv.cli.predict import ModelShape
 from flash_attn_dualkv.integrations.common.scoring import MAX_TOKENS, MIN_SHARED, scoring_batches
@@ -97,21 +97,19 @@ class Task:
         return found
 
 
-ARC = dict(questions=1172, shots=25, choices=4, question=Lengths(32, 0.5, 10, 130), choice=Lengths(5, 0.7, 1, 30))
-HELLASWAG = dict(
-    questions=10042, shots=10, choices=4, question=Lengths(42, 0.5, 12, 120), choice=Lengths(27, 0.45, 5, 70)
-)
-MMLU = dict(questions=14042, shots=5, choices=4, question=Lengths(85, 0.6, 30, 700), choice=Lengths(1, 0.0, 1, 1))
-TINY = dict(questions=6, shots=4, choices=4, question=Lengths(9, 0.5, 4, 20), choice=Lengths(3, 0.5, 2, 6))
-TASKS: dict[str, Task] = {
-    "arc": Task(**ARC),  # type: ignore[arg-type]
-    "hellaswag": Task(**HELLASWAG),  # type: ignore[arg-type]
-    "arc-first_n": Task(**ARC, sampler="first_n"),  # type: ignore[arg-type]
-    "hellaswag-first_n": Task(**HELLASWAG, sampler="first_n"),  # type: ignore[arg-type]
-    "mmlu-first_n": Task(**MMLU, subjects=57, sampler="first_n"),  # type: ignore[arg-type]
-    "tiny": Task(**TINY),  # type: ignore[arg-type]
-    "tiny-first_n": Task(**TINY, sampler="first_n"),  # type: ignore[arg-type]
-}
+def tasks() -> Iterator[tuple[str, Task]]:
+    """Those of the page, and tiny ones."""
+    shots = {
+        "arc": Task(1172, 25, 4, Lengths(32, 0.5, 10, 130), Lengths(5, 0.7, 1, 30)),
+        "hellaswag": Task(10042, 10, 4, Lengths(42, 0.5, 12, 120), Lengths(27, 0.45, 5, 70)),
+        "mmlu": Task(14042, 5, 4, Lengths(85, 0.6, 30, 700), Lengths(1, 0.0, 1, 1), subjects=57),
+        "tiny": Task(6, 4, 4, Lengths(9, 0.5, 4, 20), Lengths(3, 0.5, 2, 6)),
+    }
+    yield from ((name, task) for name, task in shots.items() if name != "mmlu")
+    yield from ((f"{name}-first_n", replace(task, sampler="first_n")) for name, task in shots.items())
+
+
+TASKS = dict(tasks())
 PRESETS = {"tasks": [name for name in TASKS if "tiny" not in name], "tiny": ["tiny", "tiny-first_n"]}
 
 
@@ -128,31 +126,11 @@ def tokens_of_ours(requests: list[Request], max_tokens: int, min_shared: int) ->
     return sum(sizes), len(sizes)
 
 
-def counted(requests: list[Request], options: argparse.Namespace) -> Row:
-    stock = tokens_of_hf(requests)
-    ours, batches = tokens_of_ours(requests, options.max_tokens, options.min_shared)
-    ratio = {"tokens_hf": stock, "tokens": ours, "token_ratio": stock / ours, "micro_batches": batches}
-    return {"requests": len(requests), **ratio}
-
-
 def tokenizer() -> Any:
     """`hf` wants one; nothing is tokenised."""
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
     special = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), **special)
-
-
-def make_model(shape: ModelShape, device: torch.device) -> Any:
-    register()
-    config = Qwen3Config(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=8192, tie_word_embeddings=shape.tied,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="dualkv").eval()
 
 
 def scorers(model: Any, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[list[Request]], Any]]]:
@@ -210,13 +188,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     name = options.model or ("tiny" if options.preset == "tiny" else "qwen3-1.7b")
     shape, device = ALL_MODELS[name], torch.device("cpu" if options.count else options.device)
-    model = None if options.count else make_model(shape, device)
+    model = None
+    if not options.count:
+        register()
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = make_model(shape, "dualkv", dtype, device).eval()
     rows: list[Row] = []
     for task in options.tasks or PRESETS[options.preset]:
         options.choices = TASKS[task].choices
         count = None if options.count or "tiny" in task else options.questions or 200
         requests = TASKS[task].requests(shape.vocab, count)
-        row: Row = {"task": task, "questions": len(requests) // options.choices, **counted(requests, options)}
+        ours, batches = tokens_of_ours(requests, options.max_tokens, options.min_shared)
+        row: Row = {"task": task, "questions": len(requests) // options.choices, "requests": len(requests)}
+        row |= {"tokens_hf": (stock := tokens_of_hf(requests)), "tokens": ours, "token_ratio": stock / ours}
+        row["micro_batches"] = batches
         if model is not None:
             row |= measured(model, requests, options)
         rows.append(row)

@@ -230,9 +230,7 @@ class StreamRun:
         return statistics.median(times)
 
 
-BENCHMARK = command.Benchmark(
-    "stream", __doc__ or "", {name: (name,) for name in STREAMS}, implementations, parse, StreamRun
-)
+BENCHMARK = command.Benchmark("stream", __doc__ or "", implementations, parse, StreamRun)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -26,6 +26,7 @@ from shapes import parse, title
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PRESETS = json.loads((ROOT / "benchmarks" / "presets.json").read_text())  # by benchmarks
 # What the header gives versions of.
 VERSIONS = ("nvidia-cudnn-frontend", "flash-attn-4", "transformers", "triton", "fla-core", "causal-conv1d", "mamba-ssm")
 
@@ -117,8 +118,6 @@ class Benchmark:
     Attributes:
         name: as in the header of its results.
         description: of the command, for --help.
-        presets: names of what is measured, by the name of the list. The first is measured where none is asked for,
-            "tiny" on the CPU.
         implementations: all that can be measured here; its argument is what ``peers.own_kernels`` returns, None on the
             CPU.
         parse: what a name stands for; a ValueError says why it is none.
@@ -128,11 +127,16 @@ class Benchmark:
 
     name: str
     description: str
-    presets: Mapping[str, Sequence[str]]
     implementations: Callable[[str | None], list[Implementation]]
     parse: Callable[[str], Any] = parse
     run_type: Callable[[Any, list[Implementation], Config, Matmul], Any] = ShapeRun
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def presets(self) -> dict[str, list[str]]:
+        """Names of what is measured, by the name of the list: the first if none is asked for, "tiny" on the CPU."""
+        found: dict[str, list[str]] = PRESETS[self.name]
+        return found
 
     def options(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """The options, with `shapes` parsed and `implementations` chosen."""

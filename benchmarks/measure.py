@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from packing import Prepared, prepare_attention
@@ -170,7 +172,8 @@ class ShapeRun:
     def guarded(self, impl: Implementation, measure: Callable[[Implementation], None]) -> None:
         """One implementation's failure is its own row, not the end of the run."""
         try:
-            measure(impl)
+            with patch.dict(os.environ, impl.environment):
+                measure(impl)
         except Exception as error:
             self.facts[impl.name].update(explain(error))
         self.config.clear()

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from flash_attn_dualkv.cli.predict import MODELS, ModelShape
 
@@ -24,7 +28,7 @@ class FamilyModel(ModelShape):
 
     model_type: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    stock: tuple[str, ...] = ("sdpa",)
+    stock: Sequence[str] = ("sdpa",)
     sequences: int = 4
     largest_difference: float = 0.2
 
@@ -40,8 +44,8 @@ class VisionModel(FamilyModel):
     """
 
     vision: Mapping[str, Any]
-    places: tuple[int, ...] = (256, 1536)
-    grid: tuple[int, int, int] = (1, 64, 64)
+    places: Sequence[int] = (256, 1536)
+    grid: Sequence[int] = (1, 64, 64)
 
     @property
     def placeholder(self) -> int:
@@ -54,79 +58,46 @@ class VisionModel(FamilyModel):
         return 3 * 2 * int(self.vision["patch_size"]) ** 2
 
 
-FAMILIES = {
-    "gpt-oss-20b": FamilyModel(
-        24, 2880, 2880, heads=64, kv_heads=8, head_dim=64, qk_norm=False, vocab=201088,
-        model_type="gpt_oss",
-        options=dict(
-            num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072
-        ),
-        # sdpa has no sinks, and eager attention keeps every score; transformers names
-        # FlashAttention-4 for this model.
-        stock=("flash_attention_4",),
-        sequences=2,
-        largest_difference=0.5,
-    ),
-    "gemma3-4b": FamilyModel(
-        34, 2560, 10240, heads=8, kv_heads=4, head_dim=256, vocab=262208, tied=True,
-        model_type="gemma3_text",
-        options=dict(sliding_window=1024, query_pre_attn_scalar=256),
-    ),
-    "qwen3.5-4b": FamilyModel(
-        32, 2560, 9216, heads=16, kv_heads=4, head_dim=256, vocab=248320, tied=True,
-        model_type="qwen3_5_text",
-        options=dict(
-            linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
-            linear_conv_kernel_dim=4,
-        ),
-    ),
-    # The sizes of Moonlight-16B-A3B.
-    "deepseek-16b-a3b": FamilyModel(
-        27, 2048, 11264, heads=16, kv_heads=16, head_dim=192, qk_norm=False, vocab=163840,
-        model_type="deepseek_v3",
-        options=dict(
-            head_dim=64, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, kv_lora_rank=512, q_lora_rank=None,
-            n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, moe_intermediate_size=1408, n_group=1,
-            topk_group=1, first_k_dense_replace=1, num_mtp_layers=0,
-        ),
-        largest_difference=0.5,
-    ),
-}  # fmt: skip
-# Layers before which rows leave that nobody reads: those that have the keys of earlier ones, or
-# the last one.
-UNREAD = {
-    "llama3.2-1b": FamilyModel(
-        16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, qk_norm=False, vocab=128256, tied=True,
-        model_type="llama",
-    ),
-    "gemma4-e2b": FamilyModel(
-        35, 1536, 6144, heads=8, kv_heads=1, head_dim=256, vocab=262144, tied=True,
-        model_type="gemma4_text",
-        options=dict(
-            global_head_dim=512, sliding_window=512, layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
-            num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256,
-            vocab_size_per_layer_input=262144, final_logit_softcapping=30.0,
-        ),
-    ),
-}  # fmt: skip
-# Two images of 1K tokens in a prompt of 4K.
-VISION = {
-    "qwen3-vl-8b": VisionModel(
-        36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab=151936,
-        model_type="qwen3_vl",
-        options=dict(rope_parameters=dict(rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20])),
-        vision=dict(
-            depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, patch_size=16, out_hidden_size=4096,
-            num_position_embeddings=2304, deepstack_visual_indexes=[8, 16, 24],
-        ),
-        sequences=16,  # as many as are packed: the memory of one is compared with that of the other
-    ),
-}  # fmt: skip
-ALL_MODELS: dict[str, ModelShape] = {
-    **MODELS,
-    **FAMILIES,
-    **UNREAD,
-    **VISION,
-    "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97),
-}
+# Published configurations. Of gpt-oss: sdpa has no sinks, and eager attention keeps every score;
+# transformers names FlashAttention-4 for it. DeepSeek's are the sizes of Moonlight-16B-A3B. Prompts
+# of VISION have two images of 1K tokens in 4K, and as many sequences in a batch as are packed.
+_READ: dict[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text())
+FAMILIES = {name: FamilyModel(**facts) for name, facts in _READ["families"].items()}
+# Rows that nobody reads leave before layers that have the keys of earlier ones, or the last one.
+UNREAD = {name: FamilyModel(**facts) for name, facts in _READ["unread"].items()}
+VISION = {name: VisionModel(**facts) for name, facts in _READ["vision"].items()}
+ALL_MODELS: dict[str, ModelShape] = {**MODELS, **FAMILIES, **UNREAD, **VISION, "tiny": ModelShape(**_READ["tiny"])}
 DEFAULT_MODEL = "qwen3-8b"
+# The mean weight of norms of query and key heads. At 1 the scores of random tokens are nearly equal
+# and attention is close to an average of all values, in which an error would be lost.
+HEAD_NORM = 1.6
+
+
+def make_model(sizes: ModelShape, attention: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model on an attention of that registered name, with the same random weights every time."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    options: dict[str, Any] = dict(
+        vocab_size=sizes.vocab, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim, tie_word_embeddings=sizes.tied, max_position_embeddings=1 << 18, use_cache=False,
+    )  # fmt: skip
+    model_type, auto = "qwen3", AutoModelForCausalLM
+    if isinstance(sizes, FamilyModel):
+        model_type, options = sizes.model_type, {**options, **sizes.options}
+    if isinstance(sizes, VisionModel):
+        auto, tokens = AutoModelForImageTextToText, (sizes.placeholder, sizes.placeholder - 1)
+        options = {"text_config": options, "vision_config": dict(sizes.vision), "tie_word_embeddings": sizes.tied}
+        options |= dict(zip(("image_token_id", "video_token_id"), tokens))
+    config = AutoConfig.for_model(model_type, **options)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):  # 1 at first, or 0 where models add 1 themselves
+                parameter.add_(HEAD_NORM - 1)
+                if model_type == "gemma4_text":  # its scores are not scaled, but by these norms
+                    parameter.mul_(parameter.numel() ** -0.25)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +18,16 @@ COLORS = {
     "stock": "#56B4E9", "": "grey",
 }  # fmt: skip
 TEMPLATES = Path(__file__).with_name("templates")
+WORDS: dict[str, dict[str, str]] = json.loads((TEMPLATES / "labels.json").read_text())  # for what rows are named by
+Header = dict[str, Any]
+Rows = list[dict[str, Any]]
 
 
 class ResultError(ValueError):
     """A result file that cannot be read, or must not be published."""
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read(path: Path) -> tuple[Header, Rows]:
     """Header and rows of a result file.
 
     Raises:
@@ -62,6 +65,9 @@ def load(paths: list[Path]) -> pd.DataFrame:
     return frame.assign(kernels=newest.reindex(frame.index).fillna(frame["commit"]))
 
 
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
 def number(value: Any, digits: int = 0) -> str:
     return "" if value is None or pd.isna(value) else f"{value:.{digits}f}"
 
@@ -81,32 +87,93 @@ def markdown(table: pd.DataFrame, left: int | None = None) -> str:
     return str(table.to_markdown(index=False, disable_numparse=True, colalign=align))
 
 
-class Section(NamedTuple):
-    """Title of a result file, its table in Markdown, and what stands around the link and the commit below."""
+def table_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], left: int | None = None) -> str:
+    """A table of rows. ``columns``: headings, and formats of their cells, which are empty where a row lacks a value."""
 
+    def cell(form: str, known: dict[str, Any]) -> str:
+        try:
+            return form.format(**known)
+        except KeyError:
+            return ""
+
+    known = [{key: value for key, value in row.items() if value is not None and value == value} for row in rows]
+    return markdown(pd.DataFrame([{name: cell(columns[name], row) for name in columns} for row in known]), left)
+
+
+class Section(NamedTuple):
+    """How a result file is shown: formats, over its header and its first row, of a title and of a table's cells.
+
+    Attributes:
+        folder: of the files.
+        before, after: around the link and the commit below the table.
+    """
+
+    folder: str
     title: str
-    table: str
+    columns: Mapping[str, str]
     before: str = ""
     after: str = ""
+    left: int | None = None
+
+    def of(self, results: Path, changed: Callable[[Header, Rows], Rows]) -> str:
+        """A section for each result file, of its rows as `changed`; "" if there is none."""
+        parts, folder = [], results / self.folder
+        for path in sorted(folder.glob("*.json")):
+            header, rows = read(path)
+            rows = changed(header, rows)
+            facts = {**rows[0], **header}
+            file = f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']}"
+            parts += [f"### {self.title.format(**facts)}", table_of(rows, self.columns, self.left)]
+            parts.append(f"{self.before.format(**facts)}{file}{self.after.format(**facts)}.")
+        return "\n\n".join(parts)
 
 
-def sections(folder: Path, make: Callable[[dict[str, Any], list[dict[str, Any]]], Section]) -> str:
-    """What is made of the header and rows of every result file of a folder; "" if there is none."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        header, rows = read(path)
-        one = make(header, rows)
-        file = f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']}"
-        parts += [f"### {one.title}", one.table, f"{one.before}{file}{one.after}."]
-    return "\n\n".join(parts)
+SECTIONS = {name: Section(**facts) for name, facts in json.loads((TEMPLATES / "sections.json").read_text()).items()}
 
 
 def filled(template: str, parts: dict[str, str], **facts: Any) -> str:
     """The template, without its sections whose part is empty."""
     sections = (TEMPLATES / f"{template}.md").read_text().split("\n## ")
     empty = [f"{{{name}}}" for name, part in parts.items() if not part]
-    kept = [one for one in sections if not any(name in one for name in empty)]
+    kept = [section for section in sections if not any(name in section for name in empty)]
     return "\n## ".join(kept).format(**parts, **facts)
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def bars(
+    ratios: pd.DataFrame, colors: Sequence[str], heading: str, path: Path, same: str = "", widest: float = 0.0
+) -> None:
+    """A bar for each time of a peer over this library's.
+
+    Args:
+        ratios: a row for each group of bars, a column, with its label, for each color.
+        same: where both times are from, for the label of the axis.
+        widest: bars begin at 1, and larger ratios stand at this edge; 0: they begin at 0.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    begin = 1 if widest else 0
+    size = (10, 1.4 + 0.16 * (ratios.size + len(ratios)))
+    axis = (ratios.clip(upper=widest or None) - begin).plot.barh(
+        left=begin, width=0.8, color=colors, figsize=size, fontsize=8, legend=False
+    )
+    for container, name in zip(axis.containers, ratios):
+        labels = [f" {ratio:.2f}" + (" →" if widest and ratio > widest else "") for ratio in ratios[name]]
+        axis.bar_label(container, ["" if "nan" in label else label for label in labels], fontsize=7)
+    if widest:
+        most = min(widest, max(1.1, ratios.max(axis=None)))
+        axis.set_xlim(min(0.95, ratios.min(axis=None) - 0.03), most + 0.05)
+    axis.set(ylabel="", xlabel=f"time of the peer over this library's{same}; right of 1.00 this library is faster")
+    axis.axvline(1.0, color="black", linewidth=1)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure = axis.figure
+    figure.set_layout_engine("constrained")
+    figure.suptitle(heading, fontsize=11)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8, reverse=True)
+    save(figure, path)
 
 
 def save(figure: Any, path: Path) -> None:

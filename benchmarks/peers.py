@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +39,7 @@ class Implementation:
             of stock models are their own.
         refuses: why a shape cannot be measured; "" if it can.
         package: the key of ``PACKAGES`` that it needs.
+        environment: of its calls; the library asks at each launch.
         is_deterministic: which is a matter of the backward; measured only where --impls names it.
         is_optional: measured only where --impls names it.
     """
@@ -48,6 +48,7 @@ class Implementation:
     arrange: Callable[[Shape, torch.device], Any]
     refuses: Callable[[Shape], str] = lambda shape: ""
     package: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
     is_deterministic: bool = False
     is_optional: bool = False
 
@@ -127,38 +128,9 @@ def deterministic(impl: Implementation) -> Implementation:
     return replace(impl, name=name, arrange=arrange, is_deterministic=True)
 
 
-class _Portable(torch.autograd.Function):
-    """Around a call: forward and backward inside run on the portable kernels of a Hopper GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, begins: bool, *tensors: Tensor) -> Any:
-        ctx.begins = begins
-        return _Portable.switched(begins, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *_Portable.switched(not ctx.begins, gradients)
-
-    @staticmethod
-    def switched(begins: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # The library asks at each launch.
-        os.environ.update({"DUALKV_KERNELS": "sm80"}) if begins else os.environ.pop("DUALKV_KERNELS", None)
-        return tuple(one.view_as(one) for one in tensors)
-
-
-def portable() -> Implementation:
+def portable(ours: Implementation) -> Implementation:
     """The kernels that serve an A100, in the same process as Hopper's."""
-
-    def arrange(shape: Shape, device: torch.device) -> list[Arrangement]:
-        (one,) = arrange_ours(shape, device)
-
-        def attention(*tensors: Tensor) -> Tensor:
-            (out,) = _Portable.apply(False, one.attention(*_Portable.apply(True, *tensors)))
-            return cast(Tensor, out)
-
-        return [replace(one, attention=attention)]
-
-    return Implementation("dualkv_sm80", arrange, is_optional=True)
+    return replace(ours, name="dualkv_sm80", environment=(("DUALKV_KERNELS", "sm80"),), is_optional=True)
 
 
 # --- masks over packed rows: FlexAttention, cuDNN Flex Attention ----------------------------------------------------
@@ -358,4 +330,4 @@ def layer_implementations(kernels: str | None) -> list[Implementation]:
 def kernel_implementations(kernels: str | None) -> list[Implementation]:
     """Attention alone."""
     found = [*layer_implementations(kernels), deterministic(ours(kernels)), deterministic(cudnn_flex())]
-    return [*found, portable()] if kernels == "sm90" else found
+    return [*found, portable(found[0])] if kernels == "sm90" else found

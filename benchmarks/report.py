@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import decode_report
 import pandas as pd
 from command import RESULTS, gpu_folder
 from models import FamilyModel
-from pages import COLORS, ResultError, filled, load, markdown, milliseconds, number, read, save
+from pages import COLORS, WORDS, ResultError, bars, filled, load, markdown, milliseconds, number, read
 from shapes import parse, title
 
 from flash_attn_dualkv.cli.predict import DIRECTIONS
@@ -30,29 +29,7 @@ sys.path.append(str(Path(__file__).with_name("trainers")))
 import trainers_report
 
 OURS = "dualkv_sm90"  # on the kernels that a Hopper GPU takes by itself
-LABELS = {
-    OURS: "this library",
-    f"{OURS}_deterministic": "this library, deterministic",
-    f"{OURS}_all_rows": "this library, unread rows in all layers",
-    "dualkv_sm80": "this library, portable kernels (sm_80)",
-    "dualkv_sm80_deterministic": "this library, portable kernels, deterministic",
-    "dualkv_sm80_all_rows": "this library, portable kernels, unread rows in all layers",
-    "cudnn_flex": "cuDNN Flex Attention",
-    "cudnn_flex_deterministic": "cuDNN Flex Attention, deterministic",
-    "flex_fa4": "FlexAttention on FlashAttention-4",
-    "flex_packed": "FlexAttention",
-    "fa4_replicated": "FlashAttention-4, prompt replicated",
-    "fa2_replicated": "FlashAttention-2, prompt replicated",
-    "fa4_gathered": "FlashAttention-4, keys gathered along paths",
-    "fa2_gathered": "FlashAttention-2, keys gathered along paths",
-    "fa4_flattened": "FlashAttention-4, flattened",
-    "fa2_flattened": "FlashAttention-2, flattened",
-    "varlen_sm90_flattened": "this library's varlen kernels, flattened",
-    "prefix_grouper": "prefix_grouper, FlashAttention-2",
-    "cudnn_replicated": "cuDNN, prompt replicated",
-    "stock_flash_attention_4_replicated": "stock model on FlashAttention-4, prompt replicated",
-    "stock_sdpa_replicated": "stock model on SDPA, prompt replicated",
-}
+LABELS = WORDS["attention"]  # of implementations, in the order of tables
 # The plot and the table of the README: shapes of each benchmark, and peers.
 HEADLINE = {
     "kernel": ("28x16Kx2K", "16x8Kx131-2048", "32x8Kx32-256", "16-groups-of-8x256x131-2048"),
@@ -228,7 +205,7 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
     parts = {"stream": stream_table(streams) if len(streams) else ""}
     for name, kinds in KINDS.items():
         own = figures[figures["benchmark"] == name].reset_index(drop=True)
-        plot = bars(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png", main)
+        plot = plot_of(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png", main)
         parts[name] = "\n\n".join([*plot, *section(own, kinds, main)])
     links = runs["file"].map("[{0}]({0}.json)".format)
     files = pd.DataFrame({"file": links, "commit": runs["commit"].str[:12], "date": runs["date"].str[:10]})
@@ -268,14 +245,11 @@ def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     return facts, markdown(pd.DataFrame(lines), left=1), commit
 
 
-def bars(figures: pd.DataFrame, heading: str, path: Path, main: str) -> list[str]:
+def plot_of(figures: pd.DataFrame, heading: str, path: Path, main: str) -> list[str]:
     """A bar for each shape and peer: its time over this library's. Returns what a page shows the plot with.
 
     It is of the kernels `main`, or the newest where these have no figures.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     figures = figures[figures["ratio"].notna() & ~figures["impl"].str.startswith("dualkv")]
     if figures.empty:
         return []
@@ -284,27 +258,48 @@ def bars(figures: pd.DataFrame, heading: str, path: Path, main: str) -> list[str
     last = figures.drop_duplicates(["what", "impl"], keep="last")
     ratios = last.pivot(index="what", columns="rank", values="ratio").loc[figures["what"].unique()[::-1], ::-1]
     names = [list(LABELS)[rank] for rank in ratios]
-    colors = [next(one for start, one in COLORS.items() if name.startswith(start)) for name in names]
-    longer = ratios.set_axis([LABELS[name] for name in names], axis=1) - 1
-    size = (10, 1.4 + 0.16 * (ratios.size + len(ratios)))
-    axis = longer.clip(upper=WIDEST - 1).plot.barh(
-        left=1, width=0.8, color=colors, figsize=size, fontsize=8, legend=False
-    )
-    for container, name in zip(axis.containers, ratios):
-        labels = [f" {one:.2f}" + (" →" if one > WIDEST else "") if one == one else "" for one in ratios[name]]
-        axis.bar_label(container, labels, fontsize=7)
-    axis.set(
-        xlim=(min(0.95, ratios.min(axis=None) - 0.03), min(WIDEST, max(1.1, ratios.max(axis=None))) + 0.05), ylabel=""
-    )
-    axis.axvline(1.0, color="black", linewidth=1)
-    axis.set_xlabel("time of the peer over this library's in the same process; right of 1.00 this library is faster")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure = axis.figure
-    figure.set_layout_engine("constrained")
-    figure.suptitle(f"{heading}, commit {figures['kernels'].iloc[0][:12]}", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8, reverse=True)
-    save(figure, path)
+    colors = [next(color for start, color in COLORS.items() if name.startswith(start)) for name in names]
+    commit = figures["kernels"].iloc[0][:12]
+    ratios = ratios.set_axis([LABELS[name] for name in names], axis=1)
+    bars(ratios, colors, f"{heading}, commit {commit}", path, " in the same process", WIDEST)
     return [f"![{heading}]({path.name})"]
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def decoding(folder: Path) -> list[Path]:
+    """The page of every GPU's file of all shapes of decoding, and its plot; returns what was written.
+
+    Raises:
+        ResultError: a result must not be published.
+    """
+    parts, labels = [], WORDS["decode"]
+    ours, *others = labels
+    for machine in sorted(path for path in folder.iterdir() if path.is_dir()):
+        rows = load([machine / "decode.json"])
+        if rows["us"].isna().any() or not (rows["impl"] == ours).any():
+            raise ResultError(f"{machine}: expected times of all that ran, this library among them")
+        heading = f"One layer of decoding, {rows['gpu'].iloc[0]}, commit {rows['commit'].iloc[0][:12]}"
+        times = rows.pivot(index="shape", columns="impl", values="us").loc[rows["shape"].unique()]
+        floors = rows.groupby("shape")["floor_us"].first().loc[times.index]
+        table = pd.DataFrame({"groups x requests x prompt": times.index, "floor": [*floors.map(number)]})
+        for impl in (impl for impl in labels if impl in times):
+            table[labels[impl]] = [*times[impl].map(number)]
+        table["ours, of copy"] = [f"{share:.0%}" for share in floors / times[ours]]
+        peers = [impl for impl in others if impl in times and not impl.startswith(ours)]
+        colors = dict(zip(peers, COLORS.values()))
+        ratios = times.loc[::-1, peers[::-1]].div(times[ours], axis=0).loc[times.index[::-1]]
+        bars(
+            ratios.set_axis([labels[impl] for impl in ratios], axis=1),
+            [colors[impl] for impl in ratios],
+            heading,
+            machine / "decode.png",
+        )
+        parts.append(f"## {heading}\n\n![{heading}]({machine.name}/decode.png)\n\n{markdown(table, left=1)}")
+    page = folder / "README.md"
+    page.write_text(filled("decode", {}, machines="\n\n".join(parts)))
+    return [page]
 
 
 def render(folder: Path = RESULTS) -> list[Path]:
@@ -326,7 +321,7 @@ def render(folder: Path = RESULTS) -> list[Path]:
     best = max(frames, key=lambda machine: (frames[machine]["benchmark"].nunique(), len(frames[machine])))
     gpu = frames[best]["gpu"].iloc[0]
     figures, table, commit = headline(frames[best])
-    bars(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png", commit)
+    plot_of(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png", commit)
     kernels = f"all of the kernels of commit `{commit[:12]}`"
     text = f"{table}\n\nEvery row is of one process, {kernels}; ratios are to this library's time."
     machines = [f"- [{frame['gpu'].iloc[0]}]({machine.name}/README.md)" for machine, frame in frames.items()]
@@ -334,11 +329,8 @@ def render(folder: Path = RESULTS) -> list[Path]:
     for name, content in (("headline.md", text + "\n"), ("README.md", index)):
         (folder / name).write_text(content)
         written.append(folder / name)
-    if (folder / "decode").is_dir():
-        written += decode_report.render(folder / "decode")
-    if (folder / "trainers").is_dir():
-        written += trainers_report.render(folder / "trainers")
-    return written
+    others = {"decode": decoding, "trainers": trainers_report.render}
+    return written + [path for name, make in others.items() if (folder / name).is_dir() for path in make(folder / name)]
 
 
 if __name__ == "__main__":

@@ -17,12 +17,14 @@ a recipe that `parse` follows, so that any shape can be asked for:
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from models import ALL_MODELS, DEFAULT_MODEL
@@ -170,57 +172,9 @@ class Shape:
         return self.by_tokens(range(len(self.nodes)), (MOST_ELEMENTS - 1) // (self.heads * self.head_dim))
 
 
-# --- trees ----------------------------------------------------------------------------------------------------------
-
-
-def spine(root: int, turns: int, turn: int, leaves: tuple[int, ...], branching: range) -> Nodes:
-    """A chain of turns below the root, and leaves of the given lengths below those of its nodes that branch."""
-    nodes, parent = [(root, -1)], 0
-    for index in range(turns + 1):
-        if index in branching:
-            nodes += [(length, parent) for length in leaves]
-        if index < turns:
-            nodes.append((turn, parent))
-            parent = len(nodes) - 1
-    return tuple(nodes)
-
-
-def rollouts(
-    seed: int, root: tuple[int, int], turns: int, turn: tuple[int, int], probability: float, most: int
-) -> Nodes:
-    """Two rollouts of a task that branch on: behind a turn there are two to ``most`` next ones, or one.
-
-    Turns that follow each other without a branch are one node. Lengths are drawn from ``root`` and ``turn``.
-    """
-    draw = random.Random(seed)
-    nodes = [(draw.randint(*root), -1)]
-
-    def grow(parent: int, turns_left: int, branches: int) -> None:
-        for _ in range(branches):
-            length, left, next_branches = 0, turns_left, 1
-            while left and next_branches == 1:
-                length += draw.randint(*turn)
-                left -= 1
-                next_branches = draw.randint(2, most) if left and draw.random() < probability else 1
-            nodes.append((length, parent))
-            if left:
-                grow(len(nodes) - 1, left, next_branches)
-
-    grow(0, turns, 2)
-    return tuple(nodes)
-
-
-# Seeds are those that come nearest to trees for which rates of more implementations are known:
-# agentic, of 247 nodes, 148 leaves and 273,553 tokens for 1,771,242; agentic_wide, of 22, 13 and
-# 19,062 for 53,149.
-TREES = {
-    "balanced_d4": partial(rollouts, 0, (1024, 1024), 4, (512, 512), 1.0, 2),
-    "branched": partial(spine, 512, 6, 400, (2900, 2500), range(1, 5)),
-    "comb": partial(spine, 1024, 64, 128, (256,), range(64)),
-    "agentic": partial(rollouts, 53057, (2048, 6144), 10, (64, 1200), 0.35, 3),
-    "agentic_wide": partial(rollouts, 3, (512, 2048), 7, (64, 800), 0.5, 4),
-    "tiny": partial(rollouts, 1, (20, 40), 3, (1, 24), 0.6, 3),
-}
+# By name. Their rates with more implementations than these are known elsewhere for trees like agentic,
+# of 148 leaves and 273,553 tokens for 1,771,242, and agentic_wide, of 13 and 19,062 for 53,149.
+TREES: dict[str, list[tuple[int, int]]] = json.loads(Path(__file__).with_name("trees.json").read_text())
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
@@ -287,7 +241,9 @@ def parse(name: str) -> Shape:
         raise ValueError(f"layers: expected 1 to {model.layers}, got {layers}")
     options: dict[str, Any] = {"heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
     options |= {one: number(parts[one]) for one in OPTION_TITLES if one in parts and one != "sinks"}
-    nodes = TREES[parts["tree"]]() if "tree" in parts else drawn_nodes(parts)
+    nodes = (
+        tuple((length, parent) for length, parent in TREES[parts["tree"]]) if "tree" in parts else drawn_nodes(parts)
+    )
     return Shape(name, nodes, **options, sinks="sinks" in parts, model=replace(model, layers=layers))
 
 

@@ -17,6 +17,7 @@ at a time with its prompt, on every rank; "stock_pairs" two at a time: how far a
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import statistics
@@ -33,9 +34,10 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench_model import make_ids, make_model, pack, stock_step
+from bench_model import make_ids, pack, stock_step
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row, relative_difference
+from models import make_model
 from shapes import ALL_MODELS, Shape, parse
 
 FOLDER = RESULTS / "trainers" / "context"
@@ -80,15 +82,9 @@ def divided(mode: str, layout: Any) -> Any:
     return UlyssesLayout.of(ContextLayout.of(layout, rows, pad_to_multiple_of=2), heads)
 
 
-def step_of(model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[Step, Row]:
-    """The step, which gives the log-probabilities, and what a rank has of the row."""
-    model.set_attn_implementation("sdpa" if mode in STOCK else "dualkv")
-    return stock_steps(model, shape, STOCK[mode], device) if mode in STOCK else shared_step(model, shape, mode, device)
-
-
-def stock_steps(model: Any, shape: Shape, sequences: int, device: torch.device) -> tuple[Step, Row]:
+def stock_steps(model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[Step, Row]:
     """Micro-batches of so many sequences, padded to the longest."""
-    ids, dout = make_ids(shape, device)
+    (ids, dout), sequences = make_ids(shape, device), STOCK[mode]
     leaves = [shape.leaves[begin : begin + sequences] for begin in range(0, len(shape.leaves), sequences)]
     micro_batches = [stock_step(shape, ids, model, one, max(shape.ends[leaf] for leaf in one)) for one in leaves]
 
@@ -100,8 +96,7 @@ def stock_steps(model: Any, shape: Shape, sequences: int, device: torch.device) 
             logps[scored] = found.detach().float()
         return logps
 
-    tokens = shape.replicated_tokens
-    return step, {"ranks": 1, "rows_per_rank": tokens, "tokens": shape.packed_tokens}
+    return step, {"ranks": 1, "rows_per_rank": shape.replicated_tokens, "tokens": shape.packed_tokens}
 
 
 def shared_step(model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[Step, Row]:
@@ -142,7 +137,8 @@ def largest(value: float, device: torch.device) -> float:
 def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: int) -> tuple[Row, Results]:
     """Figures of a mode, its log-probabilities, and its gradients, which leave the device."""
     is_cuda = device.type == "cuda"
-    step, row = step_of(model, shape, mode, device)
+    model.set_attn_implementation("sdpa" if mode in STOCK else "dualkv")
+    step, row = (stock_steps if mode in STOCK else shared_step)(model, shape, mode, device)
     times, peaks = [], []
     for _ in range(steps + 1):  # the first one tries the model, and warms up
         model.zero_grad(set_to_none=True)
@@ -196,19 +192,19 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
     if is_cuda:
         torch.cuda.set_device(device)
-    is_ours = not dist.is_initialized()  # else by a test
-    if is_ours:
+    if not dist.is_initialized():  # else by a test
         dist.init_process_group("nccl" if is_cuda else "gloo")
+        atexit.register(dist.destroy_process_group)
     from flash_attn_dualkv.integrations.transformers import register
 
     register()
     tokens = options.tokens or (131072 if is_cuda else 600)
     shape = options.shape or long_tree(tokens, options.model or ("qwen3-1.7b" if is_cuda else "tiny"), options.layers)
-    model = make_model(shape, "dualkv", torch.bfloat16 if is_cuda else torch.float32, device)
+    model = make_model(shape.model, "dualkv", torch.bfloat16 if is_cuda else torch.float32, device)
     gpu = torch.cuda.get_device_name() if is_cuda else "CPU"
     ranks = dist.get_world_size()
-    name = f"{gpu_folder(gpu)}-x{ranks}"
-    result, rows = Result(options, FOLDER, name, gpu, shape=shape.name, ranks=ranks), list[Row]()
+    result = Result(options, FOLDER, f"{gpu_folder(gpu)}-x{ranks}", gpu, shape=shape.name, ranks=ranks)
+    rows: list[Row] = []
     bases: dict[str, Results] = {}
     for mode in options.modes:
         row, found = measure(model, shape, mode, device, options.steps)
@@ -224,8 +220,6 @@ def main(arguments: list[str] | None = None) -> int:
         if dist.get_rank() == 0:
             print(row, flush=True)
             result.write(rows)
-    if is_ours:
-        dist.destroy_process_group()
     return 0
 
 

@@ -29,8 +29,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import megatron.core
@@ -51,9 +52,11 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from bench_verl import MODELS
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
 from megatron_layers import grouped_experts, local_norms
+from verl_inputs import Model
 
 from flash_attn_dualkv import PackedBatch, flash_attn_varlen_func, pack_shared_prompts, split_by_token_budget
 from flash_attn_dualkv.integrations.megatron import install, shared_prompt_forward
@@ -62,28 +65,15 @@ from flash_attn_dualkv.integrations.megatron.forward import Request, score_hidde
 FOLDER = RESULTS / "trainers" / "megatron"
 
 
-class Size(NamedTuple):
-    """`feed_forward` is that of one expert, where there are experts."""
-
-    layers: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    groups: int
-    head_dim: int
-    vocabulary: int
-    experts: int = 0
-    experts_per_token: int = 0
-
-
+# The hidden size of a feed-forward layer is that of one expert, where there are experts.
 SIZES = {
-    "qwen3-0.6b": Size(28, 1024, 3072, 16, 8, 128, 151936),
-    "qwen3-1.7b": Size(28, 2048, 6144, 16, 8, 128, 151936),
-    "qwen3-8b": Size(36, 4096, 12288, 32, 8, 128, 151936),
-    "qwen3-30b-a3b-L12": Size(12, 2048, 768, 32, 4, 128, 151936, 128, 8),
-    "tiny": Size(2, 32, 48, 4, 2, 8, 96),
-    "tiny-4-layers": Size(4, 32, 48, 4, 2, 8, 96),
-    "tiny-experts": Size(2, 32, 24, 4, 2, 8, 96, 4, 2),
+    "qwen3-0.6b": MODELS["Qwen3-0.6B"],
+    "qwen3-1.7b": MODELS["Qwen3-1.7B"],
+    "qwen3-8b": MODELS["Qwen3-8B"],
+    "qwen3-30b-a3b-L12": MODELS["Qwen3-30B-A3B, 12 layers"],
+    "tiny": Model(hidden=32, intermediate=48, head_dim=8, vocabulary=96),
+    "tiny-4-layers": Model(layers=4, hidden=32, intermediate=48, head_dim=8, vocabulary=96),
+    "tiny-experts": Model(hidden=32, intermediate=24, head_dim=8, vocabulary=96, experts=4, experts_per_token=2),
 }
 
 
@@ -128,20 +118,16 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
     seed(0)
     on_gpu, is_virtual = device.type == "cuda", options.vpp > 1
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    more: dict[str, Any] = {}
-    if shares and options.layout:
-        more |= dict(pipeline_model_parallel_layout=options.layout)
-    if not options.keep:
-        more |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    more: dict[str, Any] = {"pipeline_model_parallel_layout": options.layout} if shares and options.layout else {}
     if size.experts:
         more |= dict(
-            num_moe_experts=size.experts, moe_router_topk=size.experts_per_token, moe_ffn_hidden_size=size.feed_forward,
+            num_moe_experts=size.experts, moe_router_topk=size.experts_per_token, moe_ffn_hidden_size=size.intermediate,
             moe_router_load_balancing_type="none", moe_router_dtype="fp32",
             sequence_parallel=is_sliced(options),
         )  # fmt: skip
     config = TransformerConfig(
-        num_layers=size.layers, hidden_size=size.hidden, ffn_hidden_size=size.feed_forward,
-        num_attention_heads=size.heads, num_query_groups=size.groups, kv_channels=size.head_dim,
+        num_layers=size.layers, hidden_size=size.hidden, ffn_hidden_size=size.intermediate,
+        num_attention_heads=size.heads, num_query_groups=size.kv_heads, kv_channels=size.head_dim,
         normalization="RMSNorm", qk_layernorm=True, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, bf16=on_gpu, params_dtype=dtype,
         pipeline_dtype=dtype, use_cpu_initialization=not on_gpu, persist_layer_norm=False,
@@ -149,7 +135,8 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
         pipeline_model_parallel_size=options.pipeline, variable_seq_lengths=options.pipeline > 1,
         moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu and not is_virtual,
         overlap_p2p_comm=is_virtual, virtual_pipeline_model_parallel_size=options.vpp if is_virtual else None,
-        microbatch_group_size_per_vp_stage=options.group,
+        microbatch_group_size_per_vp_stage=options.group, recompute_granularity="full", recompute_method="uniform",
+        recompute_num_layers=1,
         **more,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=size.experts or None, qk_layernorm=True, normalization="RMSNorm")
@@ -245,48 +232,53 @@ def slowest(value: float, device: torch.device) -> float:
     return largest.item()
 
 
+def times_of(run: Callable[[], list[Tensor]], rounds: int, device: torch.device) -> tuple[list[float], list[Tensor]]:
+    """Seconds of the slowest rank in each round behind one that warms up, and what the last gave."""
+    times, logps = list[float](), list[Tensor]()
+    for _ in range(rounds + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        logps = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(slowest(time.perf_counter() - begin, device))
+    return times[1:], logps
+
+
+def measured(options: argparse.Namespace, shares: bool, device: torch.device) -> tuple[Row, Tensor]:
+    """A run's row, and its log-probabilities in the order of the samples; none but on the last stage."""
+    chunks, (parts, batches) = build(options, shares, device), micro_batches(options, shares, device)
+    forward = shared_prompt_forward if shares else forward_replicated
+    row: Row = {"who": "shared" if shares else "replicated"}
+    row |= {"tokens": sum(batch.layout.num_tokens for batch in batches), "micro_batches": len(batches)}
+    logps: list[Tensor] = []
+    for what, trains in (("update", True), ("log_probs", False)):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(trains):
+            times, logps = times_of(partial(run, chunks, batches, forward, trains), options.rounds, device)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        row |= {f"{what}_s": min(times), f"{what}_rounds_s": times, f"{what}_peak_gib": slowest(peak / 2**30, device)}
+    order = torch.tensor([sample for part in parts for sample in part]).argsort().to(device)
+    return row, torch.cat(logps).view(options.samples, -1)[order] if logps else torch.zeros(0)
+
+
 def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
     """A row for each of both runs; the parallel state is there."""
-    rows: dict[str, Row] = {}
-    scores: dict[str, Tensor] = {}
-    for name in options.who:
-        chunks = build(options, name == "shared", device)
-        parts, batches = micro_batches(options, name == "shared", device)
-        forward = shared_prompt_forward if name == "shared" else forward_replicated
-        row: Row = {"who": name, "tokens": sum(one.layout.num_tokens for one in batches), "micro_batches": len(batches)}
-        for what, trains in (("update", True), ("log_probs", False)):
-            times: list[float] = []
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            for _ in range(options.rounds + 1):  # the first one warms up
-                dist.barrier()
-                begin = time.perf_counter()
-                with torch.set_grad_enabled(trains):
-                    logps = run(chunks, batches, forward, trains)
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                times.append(slowest(time.perf_counter() - begin, device))
-            row[f"{what}_s"] = min(times[1:])
-            row[f"{what}_rounds_s"] = times[1:]
-            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-            row[f"{what}_peak_gib"] = slowest(peak / 2**30, device)
-        # In the order of the samples; nothing but on the last stage.
-        order = torch.tensor([sample for part in parts for sample in part]).argsort().to(device)
-        scores[name] = torch.cat(logps).view(options.samples, -1)[order] if logps else torch.zeros(0)
-        rows[name] = row
-        del chunks, batches, logps
+    found = []
+    for shares in (True, False):
+        found.append(measured(options, shares, device))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if len(rows) == 2:
-        shared, replicated = rows["shared"], rows["replicated"]
-        apart = (scores["shared"] - scores["replicated"]).abs()
-        shared["log_prob_mean_difference"] = slowest(apart.mean().item() if apart.numel() else 0.0, device)
-        shared["token_ratio"] = replicated["tokens"] / shared["tokens"]
-        for what in ("update", "log_probs"):
-            shared[f"{what}_times_faster"] = replicated[f"{what}_s"] / shared[f"{what}_s"]
-            shared[f"{what}_of_token_ratio"] = shared[f"{what}_times_faster"] / shared["token_ratio"]
-    return list(rows.values())
+    (shared, scores), (replicated, others) = found
+    apart = (scores - others).abs()
+    shared["log_prob_mean_difference"] = slowest(apart.mean().item() if apart.numel() else 0.0, device)
+    shared["token_ratio"] = replicated["tokens"] / shared["tokens"]
+    for what in ("update", "log_probs"):
+        shared[f"{what}_times_faster"] = replicated[f"{what}_s"] / shared[f"{what}_s"]
+        shared[f"{what}_of_token_ratio"] = shared[f"{what}_times_faster"] / shared["token_ratio"]
+    return [shared, replicated]
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -303,8 +295,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--response", type=int, default=2048, help="tokens of each")
     add("--tokens", type=int, default=40960, help="of a micro-batch, at most")
     add("--rounds", type=int, default=3)
-    add("--keep", action="store_true", help="activations: no recomputation")
-    add("--who", nargs="+", choices=("shared", "replicated"), default=["shared", "replicated"])
     options = parser.parse_args(arguments)
     if options.layout and "t" not in options.layout.rpartition("|")[2]:
         parser.error(

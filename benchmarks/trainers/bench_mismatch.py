@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench_model import make_model
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
+from models import make_model
 from shapes import Shape, parse
 
 FOLDER = RESULTS / "trainers" / "mismatch"
@@ -76,9 +76,14 @@ def rollouts(model: Any, prompts: Tensor, shape: Shape) -> tuple[Tensor, Tensor]
     return torch.tensor(tokens, device=prompts.device), torch.tensor(logps, device=prompts.device)
 
 
+def scores_of_rollouts(logits: Tensor) -> Tensor:
+    """Logarithms by the softmax of transformers' continuous batching."""
+    return logits.softmax(-1).log()
+
+
 @torch.no_grad()
-def trained(model: Any, prompt: Tensor, responses: Tensor, is_shared: bool) -> Tensor:
-    """Log-probabilities of the responses to a prompt in one forward, by the softmax that rollouts use: (N, R)."""
+def trained(model: Any, prompt: Tensor, responses: Tensor, is_shared: bool, score: Any = scores_of_rollouts) -> Tensor:
+    """Log-probabilities of the responses to a prompt in one forward: (N, R)."""
     from flash_attn_dualkv import pack_shared_prompts
 
     if is_shared:
@@ -91,7 +96,7 @@ def trained(model: Any, prompt: Tensor, responses: Tensor, is_shared: bool) -> T
         kept = model(ids, use_cache=False, logits_to_keep=responses.shape[1] + 1).logits[:, :-1]
         logits, targets = kept.flatten(0, 1), responses.flatten()
     logps = [
-        part.float().softmax(-1).gather(-1, which[:, None])[:, 0].log()
+        score(part.float()).gather(-1, which[:, None])[:, 0]
         for part, which in zip(logits.split(1024), targets.split(1024))
     ]
     return torch.cat(logps).view_as(responses)
@@ -114,7 +119,7 @@ def measure(pair: tuple[str, str, bool], prompts: Tensor, shape: Shape, dtype: t
 
     (rolls, trains, is_rowwise), device = pair, prompts.device
     register()
-    model = make_model(shape, "sdpa", dtype, device).eval()
+    model = make_model(shape.model, "sdpa", dtype, device).eval()
     model.gradient_checkpointing_disable()
     with contextlib.ExitStack() as stack:
         if is_rowwise:

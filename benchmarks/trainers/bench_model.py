@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import command
-from bench_layer import HEAD_NORM, QUICK, LayerRun
+from bench_layer import LayerRun
 from measure import Config, Matmul
-from models import FAMILIES, UNREAD, FamilyModel, VisionModel
+from models import UNREAD, FamilyModel, VisionModel, make_model
 from packing import Attention, Prepared, first_copy, packed_positions, path_rows, response_rows, wide
 from peers import Implementation, layer_implementations
 from shapes import Shape
@@ -90,37 +90,6 @@ def make_images(shape: Shape, device: torch.device) -> list[dict[str, Tensor]]:
                 "image_grid_thw": grids,
             }
     return [found[root] for root in roots]
-
-
-def make_model(shape: Shape, attention: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model on an attention of that registered name, with the same random weights every time."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    sizes = shape.model
-    options: dict[str, Any] = dict(
-        vocab_size=sizes.vocab, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim, tie_word_embeddings=sizes.tied, max_position_embeddings=1 << 18, use_cache=False,
-    )  # fmt: skip
-    model_type, auto = "qwen3", AutoModelForCausalLM
-    if isinstance(sizes, FamilyModel):
-        model_type, options = sizes.model_type, {**options, **sizes.options}
-    if isinstance(sizes, VisionModel):
-        auto, tokens = AutoModelForImageTextToText, (sizes.placeholder, sizes.placeholder - 1)
-        options = {"text_config": options, "vision_config": dict(sizes.vision), "tie_word_embeddings": sizes.tied}
-        options |= dict(zip(("image_token_id", "video_token_id"), tokens))
-    config = AutoConfig.for_model(model_type, **options)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
-        torch.manual_seed(0)
-        model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):  # 1 at first, or 0 where models add 1 themselves
-                parameter.add_(HEAD_NORM - 1)
-                if model_type == "gemma4_text":  # its scores are not scaled, but by these norms
-                    parameter.mul_(parameter.numel() ** -0.25)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
 
 
 def pack(shape: Shape, ids: Tensor) -> Any:
@@ -229,7 +198,7 @@ class StepRun(LayerRun):
 
     def model_on(self, attention: str) -> Any:
         if self.model is None:
-            self.model = make_model(self.shape, attention, self.config.dtype, self.config.device)
+            self.model = make_model(self.shape.model, attention, self.config.dtype, self.config.device)
         self.model.set_attn_implementation(attention)
         return self.model
 
@@ -284,17 +253,8 @@ def of_family(shape: Shape, attention: str = "") -> bool:
     return isinstance(shape.model, FamilyModel) and (not attention or attention in shape.model.stock)
 
 
-PRESETS = {
-    "qwen3-8b": (*QUICK, "8x1Kx131-2048"),
-    "qwen3-0.6b": tuple(f"qwen3-0.6b-{n}x{prompt}x131-2048" for prompt in ("1K", "8K", "32K") for n in (4, 16)),
-    "tree": ("qwen3-1.7b-tree-agentic",),
-    "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
-    "images": ("qwen3-vl-8b-16x4Kx512",),
-    "unread": tuple(f"gemma4-e2b-{one}" for one in ("16x256x1K", "16x8Kx131-2048", "8x16Kx1K", "8x16Kx256")),
-    "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
-}
 SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2}
-BENCHMARK = command.Benchmark("model", __doc__ or "", PRESETS, implementations, run_type=StepRun, settings=SETTINGS)
+BENCHMARK = command.Benchmark("model", __doc__ or "", implementations, run_type=StepRun, settings=SETTINGS)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -24,19 +24,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, ROOT, Result, gpu_folder, parser_of
 from measure import Row
+from pages import WORDS
 
 FOLDER = RESULTS / "trainers" / "trl"
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
-LABELS = {  # of all runs, by the trainer and its rollouts; the first of a file is what others are compared with
-    "stock": "TRL",
-    "stock-batching": "TRL, continuous batching",
-    "shared": "shared prompts",
-    "shared-batching": "shared prompts, continuous batching",
-    "shared-decode": "shared prompts, rollouts too",
-    "stock-vllm": "TRL, vLLM",
-    "shared-vllm": "shared prompts, vLLM",
-    "shared-vllm-decode": "shared prompts, vLLM's rollouts too",
-}
 
 
 def one_run(name: str, folder: Path, options: argparse.Namespace) -> Row:
@@ -57,7 +48,7 @@ def one_run(name: str, folder: Path, options: argparse.Namespace) -> Row:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--runs", nargs="+", choices=LABELS, default=["stock", "shared"])
+    parser.add_argument("--runs", nargs="+", choices=WORDS["trl"], default=["stock", "shared"])
     parser.add_argument("--limit", type=float, metavar="S", help="seconds of a run, after which it is ended")
     parser.add_argument("example", nargs="*", metavar="OPTION", help="of the example, behind --")
     options = parser.parse_args(arguments)

@@ -12,32 +12,24 @@ tokens.
 
 from __future__ import annotations
 
+import argparse
 import json
+import random
+import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, Result, gpu_folder, parser_of
-from vllm_rig import run_child
+from vllm_rig import ENGINES, Engine, describe, draw_prompts, run_engines, running, tell
 
 FOLDER = RESULTS / "trainers" / "vllm"
-# Settings of an engine, by the name under which it is measured, and its environment.
-ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "stock": ({}, {}),
-    "stock_invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}),
-    "dualkv": ({"backend": "CUSTOM"}, {}),
-    "trainer": ({"backend": "CUSTOM", "exact": "trainer"}, {}),
-    "dualkv_invariant": ({"backend": "CUSTOM"}, {"VLLM_BATCH_INVARIANT": "1"}),
-    "triton": ({"backend": "TRITON_ATTN"}, {}),
-    # Arctic Inference's forest cascade takes the first runner, and its graphs leave attention out.
-    "arctic": (
-        {"graphs": "PIECEWISE", "runner": "1", "options": {"forest_cascade_attn_configs": "{}"}},
-        {"ARCTIC_INFERENCE_ENABLED": "1"},
-    ),
-}
+WARM_UP_TOKENS = 8
 
 
 def rollout(text: str) -> list[int]:
@@ -47,19 +39,61 @@ def rollout(text: str) -> list[int]:
     return [*map(int, sizes), int(least), int(most or least)]
 
 
-def run_engine(name: str, settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
-    """Rows of an engine's process; those that it has printed if it fails or runs out of time."""
-    own, environment = ENGINES[name]
-    script = Path(__file__).with_name("vllm_rig.py")
+def roll_out(llm: Any, groups: int, n: int, prompt: int, least: int, most: int, seed: int) -> dict[str, Any]:
+    """Times of a rollout: requests are submitted one by one in a random order, and have random lengths."""
+    from vllm import SamplingParams
+
+    draw = random.Random(seed)
+    prompts = [{"prompt_token_ids": tokens} for tokens in draw_prompts(groups, prompt, seed) for _ in range(n)]
+    draw.shuffle(prompts)
+    lengths = [draw.randint(least, most) for _ in prompts]
+    sampling = [SamplingParams(temperature=1.0, max_tokens=most, ignore_eos=True, detokenize=False) for most in lengths]
+    steps: list[float] = []
+    step = llm.llm_engine.step
+
+    def timed() -> Any:
+        begin = time.perf_counter()
+        outputs = step()
+        steps.append(time.perf_counter() - begin)
+        return outputs
+
+    llm.llm_engine.step = timed
+    try:
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+    finally:
+        llm.llm_engine.step = step
+    tokens = sum(len(found.token_ids) for output in outputs for found in output.outputs)
+    assert tokens == sum(lengths), f"expected {sum(lengths)} tokens, got {tokens}"
+    decoding = sorted(steps[-(least // 2) : -3] or steps)  # of equal lengths, all requests decode
+    return {
+        "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": len(steps),
+        "step_ms": 1e3 * statistics.median(decoding),
+        "step_ms_10": 1e3 * decoding[len(decoding) // 10], "step_ms_90": 1e3 * decoding[len(decoding) * 9 // 10],
+        "decode_tokens_per_s": groups * n / statistics.median(decoding),
+    }  # fmt: skip
+
+
+def child(engine: Engine) -> None:
+    """An engine's process: tells a row for each rollout."""
+    requests = max(groups * n for groups, n, *_ in engine.rollouts)
+    length = max(prompt + most for _, _, prompt, _, most in engine.rollouts) + 16
     begin = time.perf_counter()
-    rows, output, end = run_child(str(script), [json.dumps(settings | own)], environment, limit)
-    print(f"{name}: {len(rows)} rows, {end}, {time.perf_counter() - begin:.0f} s", flush=True)
-    if end != "exit status 0":
-        print(output[-6000:], flush=True)
-    for line in output.splitlines():
-        if "flash_attn_dualkv" in line:
-            print(f"  {line[:300]}")
-    return [{"who": name} | row for row in rows]
+    with running(engine, requests, length) as llm:
+        known = {"model": engine.model, "layers": engine.layers, "backend": engine.backend, "exact": engine.exact}
+        known |= {"device": torch.cuda.get_device_name(), "startup_s": time.perf_counter() - begin}
+        for groups, n, prompt, least, most in engine.rollouts:
+            roll_out(llm, groups, n, prompt, WARM_UP_TOKENS, WARM_UP_TOKENS, seed=0)
+            shape = {
+                "groups": groups,
+                "n": n,
+                "prompt": prompt,
+                "new": str(most) if least == most else f"{least}-{most}",
+            }
+            for run in range(engine.repeat):
+                found = roll_out(llm, groups, n, prompt, least, most, seed=run + 1)
+                tell({**known, **shape, "run": run, **found, **describe(llm)})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,22 +107,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--graphs", help="vLLM's mode of CUDA graphs")
     parser.add_argument("--runner", choices=("1", "2"), help="vLLM's model runner")
     parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    settings = {"rollouts": options.shape} | {
-        name: getattr(options, name) for name in ("model", "layers", "repeat", "compile", "graphs", "runner")
-    }
-    rows = [row for name in options.engines for row in run_engine(name, settings, options.limit_s)]
+    if options.child:
+        child(Engine(**json.loads(options.child)))
+        return 0
+    names = ("model", "layers", "repeat", "compile", "graphs", "runner")
+    settings = {"rollouts": options.shape} | {name: getattr(options, name) for name in names}
+    rows = []
+    for name in options.engines:  # one after another: they would share the host
+        (found,) = run_engines(__file__, [(name, settings)], options.limit_s)
+        rows += [{"who": name} | row for row in found]
     for row in rows:
         shape = "x".join(str(row[name]) for name in ("groups", "n", "prompt", "new"))
         spread = f"{row['step_ms_10']:.3f} to {row['step_ms_90']:.3f}"
-        print(
-            f"{row['who']:16} {shape:20} step {row['step_ms']:8.3f} ms ({spread}), "
-            f"{row['tokens_per_s']:9.0f} tokens/s with the prefill, {row['seconds']:.2f} s, {row['steps']} steps"
-        )
+        times = f"step {row['step_ms']:8.3f} ms ({spread}), {row['tokens_per_s']:9.0f} tokens/s with the prefill"
+        print(f"{row['who']:16} {shape:20} {times}, {row['seconds']:.2f} s, {row['steps']} steps")
     if rows:
         gpu = rows[0]["device"]
         print(Result(options, FOLDER, gpu_folder(gpu), gpu).write(rows))
-    return 0 if rows and {row["who"] for row in rows} == set(options.engines) else 1
+    return int({row["who"] for row in rows} != set(options.engines))
 
 
 if __name__ == "__main__":

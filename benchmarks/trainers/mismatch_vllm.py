@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: BSD-3-Clause
-"""How far log-probabilities of vLLM's sampler are from those of a training forward on the same weights and tokens.
+"""Measure how far log-probabilities of vLLM's sampler are from a training forward's on the same weights and tokens.
 
     python benchmarks/trainers/mismatch_vllm.py        # on GPUs; about a minute for each of five engines
     python benchmarks/report.py                        # the page, of the result files
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -27,38 +26,15 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench_vllm import ENGINES
+import vllm_rig as rig
+from bench_mismatch import mismatch, trained
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
-from vllm_rig import (
-    MARK,
-    Engine,
-    draw_prompts,
-    refuse_certain,
-    run_child,
-    runner_of,
-    running,
-    set_weights,
-    side_by_side,
-)
+from vllm_rig import ENGINES, Engine
 
 FOLDER = RESULTS / "trainers" / "vllm_mismatch"
 GROUPS, N, PROMPT, NEW = 8, 4, 1000, 256
 DEFAULT = ("stock", "dualkv", "trainer", "stock_invariant", "dualkv_invariant")
-
-
-def sampled(llm: Any, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
-    """Tokens of N responses to each prompt, one after the other, and their log-probabilities."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=1.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0, seed=1)
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(N)]
-    several = [sampling.clone() for _ in requests]
-    for seed, one in enumerate(several):
-        one.seed = seed
-    outputs = [output.outputs[0] for output in llm.generate(requests, several, use_tqdm=False)]
-    rows = [[step[token].logprob for token, step in zip(one.token_ids, one.logprobs)] for one in outputs]
-    return [list(one.token_ids) for one in outputs], torch.tensor(rows)
 
 
 @torch.no_grad()
@@ -74,7 +50,7 @@ def copied_model(llm: Any) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="dualkv", dtype=torch.bfloat16
         )
-    weights = dict(runner_of(llm).model.named_parameters())
+    weights = dict(rig.runner_of(llm).model.named_parameters())
     heads, kv_heads = (config.head_dim * one for one in (config.num_attention_heads, config.num_key_value_heads))
     for name, one in model.named_parameters():
         for part, fused, sizes in (
@@ -112,48 +88,35 @@ def training_operators() -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def stock_logps(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
-    """Log-probabilities of N responses of one length to each prompt, each in a row with it: (responses, length)."""
-    model.set_attn_implementation("sdpa")
-    found = []
-    for number, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt + one for one in tokens[number * N : (number + 1) * N]], device=model.device)
-        targets = ids[:, len(prompt) :]
-        logits = model(ids, use_cache=False, logits_to_keep=targets.shape[1] + 1).logits[:, :-1].float()
-        found.append(logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0])
-    return torch.cat(found)
-
-
-def differences(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
-    gaps = trainer.double().cpu() - sampler.double()
-    return {
-        "mean": gaps.abs().mean().item(), "largest": gaps.abs().max().item(),
-        "k3": (gaps.exp() - 1.0 - gaps).mean().item(), "equal": (gaps == 0).double().mean().item(),
-        "first_token": gaps[:, 0].abs().mean().item(),
-    }  # fmt: skip
-
-
-def child(settings: dict[str, Any]) -> None:
-    """An engine's process: prints differences."""
-    engine = Engine(**settings)
-    prompts = draw_prompts(GROUPS, PROMPT, seed=3)
-    with running(engine, GROUPS * N, PROMPT + NEW + 16) as llm:
-        llm.apply_model(set_weights)
-        tokens, chances = sampled(llm, prompts)
-        from flash_attn_dualkv import pack_shared_prompts, unpack_logprobs
-        from flash_attn_dualkv.integrations.transformers import shared_prompt_forward
-
-        batch = pack_shared_prompts([one for one in prompts for _ in range(N)], tokens, device="cuda")
+def child(engine: Engine) -> None:
+    """An engine's process: tells differences."""
+    prompts = rig.draw_prompts(GROUPS, PROMPT, seed=3)
+    with rig.running(engine, GROUPS * N, PROMPT + NEW + 16) as llm:
+        llm.apply_model(rig.set_weights)
+        found = rig.sample(llm, [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(N)], NEW, 1.0)
         model = copied_model(llm)
-        with torch.no_grad(), training_operators():
-            logps, _ = shared_prompt_forward(model, batch)
-            stock = stock_logps(model, prompts, tokens)
-        row: dict[str, Any] = differences(unpack_logprobs(logps, batch), chances)
-        row |= {"stock_trainer": differences(stock, chances), "logprob": chances.mean().item()}
+        tokens, chances = torch.tensor(found[0], device=model.device), torch.tensor(found[1], device=model.device)
+        rows = []
+        log_softmax = partial(torch.log_softmax, dim=-1)  # as vLLM
+        with training_operators():
+            for attention in ("dualkv", "sdpa"):
+                model.set_attn_implementation(attention)
+                groups = zip(torch.tensor(prompts, device=model.device), tokens.split(N))
+                logps = [
+                    trained(model, prompt, responses, attention == "dualkv", log_softmax)
+                    for prompt, responses in groups
+                ]
+                rows.append(differences(chances, torch.cat(logps)))
+        row = rows[0] | {"stock_trainer": rows[1], "logprob": chances.mean().item()}
         row |= {"device": torch.cuda.get_device_name(), "vllm": sys.modules["vllm"].__version__}
-        refuse_certain(row["logprob"])
-        print(MARK + json.dumps(row), flush=True)
+        rig.refuse_certain(row["logprob"])
+        rig.tell(row)
+
+
+def differences(sampler: torch.Tensor, trainer: torch.Tensor) -> Row:
+    """As of the other rollouts, and the mean of each response's first token."""
+    row = mismatch(sampler, trainer)
+    return {"largest": row.pop("max"), **row, "first_token": mismatch(sampler[:, :1], trainer[:, :1])["mean"]}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -165,19 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        child(json.loads(options.child))
+        child(Engine(**json.loads(options.child)))
         return 0
-
-    def one(name: str, gpu: dict[str, str]) -> list[Row]:
-        own, environment = ENGINES[name]
-        settings = {"model": options.model, "layers": options.layers, "options": {"gpu_memory_utilization": 0.5}} | own
-        given = ["--child", json.dumps(settings)]
-        rows, output, end = run_child(__file__, given, environment | gpu, options.limit_s)
-        found = json.dumps(rows[0]) if rows else f"{end}\n{output[-5000:]}"
-        print(f"{name:16} {found}", flush=True)
-        return [{"who": name} | row for row in rows]
-
-    rows = [*itertools.chain.from_iterable(side_by_side([partial(one, name) for name in options.engines]))]
+    settings = {"model": options.model, "layers": options.layers, "options": {"gpu_memory_utilization": 0.5}}
+    found = rig.run_engines(__file__, [(name, settings) for name in options.engines], options.limit_s)
+    rows = [{"who": name} | row for name, told in zip(options.engines, found) for row in told]
+    print(*rows, sep="\n")
     if rows:
         gpu = rows[0]["device"]
         what = f"{options.model}, {options.layers} layers, {GROUPS} x {N} x {PROMPT} x {NEW}"

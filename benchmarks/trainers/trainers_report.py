@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page of trainers and the README's table of verl, made of the result files of bench_verl.py, bench_trl.py,
-bench_mismatch.py, bench_context.py, bench_megatron.py, bench_vllm.py and mismatch_vllm.py."""
+"""The page of trainers and the README's table of verl, made of the result files of the scripts beside this one."""
 
 from __future__ import annotations
 
@@ -9,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from bench_trl import LABELS
 from bench_verl import ACCURACY, LARGE, PRESETS, WHO
-from pages import COLORS, ResultError, Section, filled, load, markdown, number, read, save, sections
+from pages import COLORS, SECTIONS, WORDS, Header, ResultError, Rows, filled, load, markdown, number, read, save
 from verl_inputs import TreeBatch
-from vllm_report import mismatches_of_vllm, rollouts_of_vllm
 
 # Setups of the README's table, and the micro-batches of both; without Ulysses.
 HEADLINE = (
@@ -29,11 +26,12 @@ TIMES = ["update_s", "infer_s", "update_s_ours", "infer_s_ours"]  # of both, sid
 VERL, OURS, *OTHERS = (COLORS[name] for name in ("cudnn_flex", "flex_fa4", "fa4", "flex_packed", "fa2"))
 WINDOW = 10  # steps over which TRL's rewards are averaged
 
-# Modes of bench_context.py.
-ROWS = {
-    "one": "on one rank", "context": "context parallelism", "ulysses": "Ulysses", "crossed": "both",
-    "stock": "stock, 1 sequence a batch", "stock_pairs": "stock, 2 sequences a batch",
-}  # fmt: skip
+ENGINES, ROWS, LABELS = (WORDS[name] for name in ("vllm", "context", "trl"))
+# Commits before divided walks were the default, and then asked for as "split".
+BEFORE_DIVIDED = ("0f7635d", "1ff7a3e", "5e56ef0", "a0aa464")
+OLD_ENGINES = {"dualkv": "this package, walks undivided", "split": ENGINES["dualkv"]}
+SHAPE = ["gpu", "model", "layers", "groups", "n", "prompt", "new"]
+DECODING = ["step_ms", "tokens_per_s"]
 
 
 def render(folder: Path) -> list[Path]:
@@ -70,15 +68,8 @@ def render(folder: Path) -> list[Path]:
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
-    others = {
-        "trl": runs_of_trl(folder / "trl"),
-        "mismatch": mismatches(folder / "mismatch"),
-        "context": long_contexts(folder / "context"),
-        "megatron": megatron(folder / "megatron"),
-        "vllm": rollouts_of_vllm(folder / "vllm"),
-        "sampler": mismatches_of_vllm(folder / "vllm_mismatch"),
-        "scoring": scoring(folder / "scoring"),
-    }
+    others = {"trl": runs_of_trl(folder / "trl"), "vllm": rollouts_of_vllm(folder / "vllm")}
+    others |= {name: section.of(folder, changed) for name, section in SECTIONS.items()}
     page.write_text(filled("trainers", others, **parts))
     short.write_text(headline(pairs) + "\n")
     return [page, short]
@@ -304,123 +295,66 @@ def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> Non
     save(figure, path)
 
 
-# --- rollouts and training --------------------------------------------------------------------------------------------
+# --- vLLM -------------------------------------------------------------------------------------------------------------
 
 
-def mismatches(folder: Path) -> str:
-    """A table of every result file. "" if there is none."""
-
-    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
-        table = pd.DataFrame(
-            {
-                "rollouts": row["rollouts"],
-                "training": row["training"],
-                "other layers": "in fp64, rounded" if row["rowwise"] else "",
-                "mean": f"{row['mean']:.1e}",
-                "max": f"{row['max']:.1e}",
-                "k3": f"{row['k3']:.1e}",
-                "equal to the bit": f"{row['equal']:.2%}",
-            }
-            for row in rows
-        )
-        title = f"{header['prompts']} x {header['shape']}, {header['gpu']}"
-        return Section(title, markdown(table), tokens_of(rows), transformers_of(header))
-
-    return sections(folder, section)
-
-
-# --- long contexts ----------------------------------------------------------------------------------------------------
-
-
-def long_contexts(folder: Path) -> str:
-    """A table of every result file. "" if there is none."""
-
-    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
-        table = pd.DataFrame(
-            {
-                "row": ROWS[row["mode"]],
-                "ranks": row["ranks"],
-                "rows a rank": row["rows_per_rank"],
-                "step, ms": f"{row['step_ms']:.0f}",
-                "rate": f"{row.get('rate_of_one', 1):.2f}x",
-                "TFLOP/s a rank": figure(row, "tflops_per_rank", ".0f"),
-                "GB above weights and gradients": figure(row, "above_bytes", ".1f", 1e9),
-                "of one rank's": figure(row, "memory_of_one", ".2f"),
-                "log-probabilities": figure(row, "logps_difference", ".1e"),
-                "gradients": figure(row, "gradient_difference", ".1e"),
-                "gradient norm": figure(row, "norm_difference", ".1e"),
-            }
-            for row in rows
-        )
-        title = f"{header['shape']}, {header['ranks']} x {header['gpu']}"
-        return Section(title, markdown(table), tokens_of(rows), transformers_of(header))
-
-    return sections(folder, section)
+def rollouts_of_vllm(folder: Path) -> str:
+    """A table: medians of the runs of all result files, engines beside vLLM's own on the same shape. "" if empty."""
+    frames, titles = [], set[str]()
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        labels = ENGINES | (OLD_ENGINES if header["commit"].startswith(BEFORE_DIVIDED) else {})
+        titles.add(f"vLLM {rows[0]['vllm']}, torch {header['torch']}")
+        frame = pd.DataFrame(rows).assign(gpu=header["gpu"].removesuffix(" 80GB HBM3").removeprefix("NVIDIA "))
+        file = f"[`{header['commit'][:7]}`]({folder.name}/{path.name})"
+        frames.append(frame.assign(who=frame["who"].map(labels), file=file))
+    if not frames:
+        return ""
+    everything = pd.concat(frames)
+    by_engine = everything.groupby([*SHAPE, "who"], sort=False)
+    files = by_engine["file"].agg(lambda of_engine: ", ".join(of_engine.unique()))
+    found = by_engine[DECODING].median().assign(runs=by_engine.size(), files=files).reset_index()
+    all_labels = [*dict.fromkeys([*ENGINES.values(), *OLD_ENGINES.values()])]
+    keys = [*SHAPE[:3], "prompt", "groups", "n", "new"]
+    found = found.assign(order=found["who"].map(all_labels.index)).sort_values([*keys, "order"], key=shortest_first)
+    ratios = found[DECODING] / found.groupby(SHAPE, sort=False)[DECODING].transform("first")
+    table = pd.DataFrame(
+        {
+            "GPU": found["gpu"],
+            "model": [f"{row.model}, {row.layers} layers" for row in found.itertuples()],
+            "G x N x P x R": [f"{row.groups} x {row.n} x {row.prompt} x {row.new}" for row in found.itertuples()],
+            "attention": found["who"],
+            "decoding step, ms": found["step_ms"].map(lambda value: number(value, 2)),
+            "x": (1 / ratios["step_ms"]).map(lambda value: number(value, 2)),
+            "tokens/s": found["tokens_per_s"].map(number),
+            "x, with the prefill": ratios["tokens_per_s"].map(lambda value: number(value, 2)),
+            "runs": found["runs"].map(str),
+            "files": found["files"],
+        }
+    )
+    return f"### {'; '.join(sorted(titles))}\n\n{markdown(table, 4)}"
 
 
-# --- Megatron ---------------------------------------------------------------------------------------------------------
+def shortest_first(column: pd.Series) -> pd.Series:
+    """New tokens, which are text, by how many they are at most."""
+    return column.map(lambda text: int(text.rpartition("-")[2])) if column.name == "new" else column
 
 
-def megatron(folder: Path) -> str:
-    """A table of every result file. "" if there is none."""
-
-    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
-        table = []
-        for row in sorted(rows, key=lambda one: one["who"]):
-            line = {"prompts": row["who"], "tokens": row["tokens"], "micro-batches": row["micro_batches"]}
-            for what, name in (("update", "update"), ("log_probs", "log-probs")):
-                line[f"{name}, s"] = f"{row[f'{what}_s']:.2f}"
-                line[f"{name}, GiB"] = figure(row, f"{what}_peak_gib", ".1f")
-                line[f"{name}, x"] = figure(row, f"{what}_times_faster", ".2f")
-                line[f"{name}, of the token ratio"] = figure(row, f"{what}_of_token_ratio", ".2f")
-            table.append(line | {"difference": figure(row, "log_prob_mean_difference", ".1e")})
-        run = header["megatron"]
-        virtual = f" x {run['vpp']}" if run.get("vpp", 1) > 1 else ""
-        title = (
-            f"{run['model']}, {run['samples']} x {run['prompt']} x {run['response']}, tensor {run['tensor']},"
-            f" pipeline {run['pipeline']}{virtual}, {header['gpus']} x {header['gpu']}"
-        )
-        return Section(title, markdown(pd.DataFrame(table)), after=f", megatron-core {run['version']}")
-
-    return sections(folder, section)
+# --- tables of each result file ---------------------------------------------------------------------------------------
 
 
-# --- scoring ----------------------------------------------------------------------------------------------------------
-
-
-def scoring(folder: Path) -> str:
-    """A table of every result file. "" if there is none."""
-
-    def section(header: dict[str, Any], rows: list[dict[str, Any]]) -> Section:
-        table = pd.DataFrame(
-            {
-                "task": row["task"],
-                "tokens, hf": str(row["tokens_hf"]),
-                "dualkv": str(row["tokens"]),
-                "fewer": f"{row['token_ratio']:.1f}x",
-                "s, hf": f"{row['hf_seconds']:.2f}",
-                "s, dualkv": f"{row['dualkv_seconds']:.2f}",
-                "faster": f"{row['time_ratio']:.1f}x",
-                "GiB, hf": f"{row['hf_peak_gib']:.1f}",
-                "GiB, dualkv": f"{row['dualkv_peak_gib']:.1f}",
-                "same choice": f"{100 * row['same_choices']:.0f}%",
-            }
-            for row in rows
-        )
-        title = f"{header['model']}, {rows[0]['questions']} questions of each task, {header['gpu']}"
-        return Section(title, markdown(table, 1), after=transformers_of(header))
-
-    return sections(folder, section)
-
-
-def tokens_of(rows: list[dict[str, Any]]) -> str:
-    return f"{rows[0]['tokens']} tokens. "
-
-
-def transformers_of(header: dict[str, Any]) -> str:
-    return f", transformers {header['versions']['transformers']}"
-
-
-def figure(row: dict[str, Any], name: str, form: str, unit: float = 1.0) -> str:
-    """A number of a row; "" where it has none."""
-    return format(row[name] / unit, form) if name in row else ""
+def changed(header: Header, rows: Rows) -> Rows:
+    """With what formats of templates/sections.json name beside the figures that were measured."""
+    parts = header.get("megatron", {}).get("vpp", 1)
+    found = []
+    for row in sorted(rows, key=lambda row: row["who"]) if "megatron" in header else rows:
+        trainers = {"this library": row}
+        if "stock_trainer" in row:
+            trainers["stock, on sdpa"] = row["stock_trainer"]
+        more: dict[str, Any] = {"others": "in fp64, rounded" if row.get("rowwise") else ""}
+        more |= {"virtual": f" x {parts}" if parts > 1 else "", "how": ROWS.get(row.get("mode", ""))}
+        more["sampler"] = ENGINES.get(row.get("who", ""))
+        if "above_bytes" in row:
+            more["above_gb"] = row["above_bytes"] / 1e9
+        found += [{"rate_of_one": 1, **row, **own, **more, "trainer": trainer} for trainer, own in trainers.items()]
+    return found

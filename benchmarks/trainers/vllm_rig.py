@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An engine of vLLM in this process, with random weights of a known shape, and the decoding steps that it takes.
+"""Engines of vLLM with random weights of a known shape, each in a process of its own, and what they sample.
 
-    python benchmarks/trainers/vllm_rig.py '{"model": "qwen3-8b", "layers": 8, "rollouts": [[16, 16, 8192, 128, 128]]}'
-
-prints a line of JSON for each rollout. bench_vllm.py and check_vllm.py start it, one process for each engine.
+bench_vllm.py, check_vllm.py and mismatch_vllm.py start themselves again for each engine, with --child and its settings;
+such a process says what it has found by `tell`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import contextlib
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -30,7 +28,20 @@ from flash_attn_dualkv.cli.predict import MODELS
 
 Found = TypeVar("Found")
 MARK = "RESULT "  # in front of lines of results
-WARM_UP_TOKENS = 8
+# Settings of an engine, by the name under which it is measured, and its environment.
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "stock": ({}, {}),
+    "stock_invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}),
+    "dualkv": ({"backend": "CUSTOM"}, {}),
+    "trainer": ({"backend": "CUSTOM", "exact": "trainer"}, {}),
+    "dualkv_invariant": ({"backend": "CUSTOM"}, {"VLLM_BATCH_INVARIANT": "1"}),
+    "triton": ({"backend": "TRITON_ATTN"}, {}),
+    # Arctic Inference's forest cascade takes the first runner, and its graphs leave attention out.
+    "arctic": (
+        {"graphs": "PIECEWISE", "runner": "1", "options": {"forest_cascade_attn_configs": "{}"}},
+        {"ARCTIC_INFERENCE_ENABLED": "1"},
+    ),
+}
 
 
 @dataclass
@@ -48,7 +59,6 @@ class Engine:
         repeat: runs of each of them behind the warm-up.
         options: more arguments of vLLM's LLM.
         config: entries of the model's configuration, in place of those of its shape.
-        row_norms: in batch-invariant mode, and only there, vLLM's own backend gets this package's norms, too.
     """
 
     model: str = "qwen3-8b"
@@ -62,7 +72,6 @@ class Engine:
     repeat: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    row_norms: bool = False
 
 
 def run_child(
@@ -82,6 +91,11 @@ def run_child(
     lines = out.splitlines()
     rows = [json.loads(line[len(MARK) :]) for line in lines if line.startswith(MARK)]
     return rows, "\n".join(line for line in [*lines, *err.splitlines()] if not line.startswith(MARK)), end
+
+
+def tell(result: dict[str, Any]) -> None:
+    """Print what `run_child` returns."""
+    print(MARK + json.dumps(result), flush=True)
 
 
 def gpus() -> list[str]:
@@ -107,6 +121,27 @@ def side_by_side(tasks: Sequence[Callable[[dict[str, str]], Found]], width: int 
 
     with ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(run, tasks))
+
+
+def run_engines(
+    script: str, engines: Sequence[tuple[str, dict[str, Any]]], limit: float, *arguments: str
+) -> list[list[Any]]:
+    """What engines, of a name and settings, have told; the output of one that has failed is printed.
+
+    Engines run side by side, each on as many GPUs as its tensor parallelism takes.
+    """
+
+    def run(name: str, settings: dict[str, Any], gpu: dict[str, str]) -> list[Any]:
+        own, environment = ENGINES[name]
+        given = [*arguments, "--child", json.dumps(settings | own)]
+        rows, output, end = run_child(script, given, environment | gpu, limit)
+        print(f"{name}: {len(rows)} results, {end}", flush=True)
+        if end != "exit status 0":
+            print(f"{name} {settings} has FAILED: {end}\n{output[-6000:]}", flush=True)
+        return rows
+
+    width = max(settings.get("options", {}).get("tensor_parallel_size", 1) for _, settings in engines)
+    return side_by_side([partial(run, *engine) for engine in engines], width)
 
 
 def write_model(engine: Engine, folder: str, length: int) -> None:
@@ -144,10 +179,8 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
         write_model(engine, folder, length)
         from vllm.plugins import load_general_plugins
 
-        from flash_attn_dualkv.integrations.vllm import norms, register
+        from flash_attn_dualkv.integrations.vllm import register
 
-        if engine.row_norms:
-            norms.install()
         load_general_plugins()  # before LLM is imported: plug-ins patch what it takes
         from vllm import LLM
 
@@ -249,62 +282,19 @@ def draw_prompts(groups: int, tokens: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(1000, 150000) for _ in range(tokens)] for _ in range(groups)]
 
 
-def roll_out(llm: Any, groups: int, n: int, prompt: int, least: int, most: int, seed: int) -> dict[str, Any]:
-    """Times of a rollout: requests are submitted one by one in a random order, and have random lengths."""
+def sample(
+    llm: Any, requests: list[dict[str, Any]], tokens: int, temperature: float
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens of a response to each request, and their log-probabilities."""
     from vllm import SamplingParams
 
-    draw = random.Random(seed)
-    prompts = [{"prompt_token_ids": one} for one in draw_prompts(groups, prompt, seed) for _ in range(n)]
-    draw.shuffle(prompts)
-    lengths = [draw.randint(least, most) for _ in prompts]
-    sampling = [SamplingParams(temperature=1.0, max_tokens=one, ignore_eos=True, detokenize=False) for one in lengths]
-    steps: list[float] = []
-    step = llm.llm_engine.step
-
-    def timed() -> Any:
-        begin = time.perf_counter()
-        outputs = step()
-        steps.append(time.perf_counter() - begin)
-        return outputs
-
-    llm.llm_engine.step = timed
-    try:
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-    finally:
-        llm.llm_engine.step = step
-    tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    assert tokens == sum(lengths), f"expected {sum(lengths)} tokens, got {tokens}"
-    decoding = sorted(steps[-(least // 2) : -3] or steps)  # of equal lengths, all requests decode
-    return {
-        "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": len(steps),
-        "step_ms": 1e3 * statistics.median(decoding),
-        "step_ms_10": 1e3 * decoding[len(decoding) // 10], "step_ms_90": 1e3 * decoding[len(decoding) * 9 // 10],
-        "decode_tokens_per_s": groups * n / statistics.median(decoding),
-    }  # fmt: skip
-
-
-def main(text: str) -> None:
-    engine = Engine(**json.loads(text))
-    requests = max(groups * n for groups, n, *_ in engine.rollouts)
-    length = max(prompt + most for _, _, prompt, _, most in engine.rollouts) + 16
-    begin = time.perf_counter()
-    with running(engine, requests, length) as llm:
-        started = time.perf_counter() - begin
-        print(f"{describe(llm)}, {started:.0f} s to start", file=sys.stderr)
-        for groups, n, prompt, least, most in engine.rollouts:
-            roll_out(llm, groups, n, prompt, WARM_UP_TOKENS, WARM_UP_TOKENS, seed=0)
-            for run in range(engine.repeat):
-                found = roll_out(llm, groups, n, prompt, least, most, seed=run + 1)
-                row = {
-                    "model": engine.model, "layers": engine.layers, "backend": engine.backend, "exact": engine.exact,
-                    "groups": groups, "n": n, "prompt": prompt,
-                    "new": str(most) if least == most else f"{least}-{most}", "run": run,
-                    "device": torch.cuda.get_device_name(), "startup_s": started, **found, **describe(llm),
-                }  # fmt: skip
-                print(MARK + json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    sampling = [
+        SamplingParams(
+            temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1,
+            seed=seed if temperature else None,
+        )
+        for seed in range(len(requests))
+    ]  # fmt: skip
+    outputs = [output.outputs[0] for output in llm.generate(requests, sampling, use_tqdm=False)]
+    logprobs = [[step[token].logprob for token, step in zip(found.token_ids, found.logprobs)] for found in outputs]
+    return [list(found.token_ids) for found in outputs], logprobs

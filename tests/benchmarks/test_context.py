@@ -44,7 +44,8 @@ def test_a_trial_run(tmp_path: Path) -> None:
             assert row["norm_difference"] < 1e-5
     assert "logps_difference" not in rows["stock"]
     assert rows["stock"]["rows_per_rank"] > 2 * tokens
-    import trainers_report  # which the ranks do without
+    import pages  # which the ranks do without
+    import trainers_report
 
-    page = trainers_report.long_contexts(tmp_path)
+    page = pages.SECTIONS["context"]._replace(folder=".").of(tmp_path, trainers_report.changed)
     assert all(f"| {name} " in page for name in trainers_report.ROWS.values())

@@ -120,14 +120,3 @@ def test_a_step_with_and_without_unread_rows(shape: Shape, monkeypatch: pytest.M
     for got in outcomes[1:]:
         for one, right in zip(got, outcomes[0], strict=True):
             assert (one - right).abs().max() <= 1e-4 * right.abs().max()
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].model_type in CONFIG_MAPPING])
-def test_sizes_are_those_of_the_configuration(name: str) -> None:
-    """Layers, heads and windows of the model that transformers makes are those of models.py."""
-    family = FAMILIES[name]
-    found = bench_model.make_model(parse(f"{name}-1x16x16"), "eager", torch.bfloat16, torch.device("meta"))
-    assert len(found.model.layers) == family.layers and found.lm_head.weight.shape == (family.vocab, family.hidden)
-    assert (found.config.num_attention_heads, found.config.num_key_value_heads) == (family.heads, family.kv_heads)
-    window = family.options.get("sliding_window")
-    assert window is None or found.config.sliding_window == window

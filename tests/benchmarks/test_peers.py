@@ -96,29 +96,6 @@ def test_what_peers_refuse() -> None:
         bench_layer.make_layer_source(shapes.parse("llama3-8b-1x5x7"), torch.float32, CPU)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the mask of the packed rows, in blocks of 128 x 128."""
-    asked = []
-
-    def eager(function: Any, dynamic: bool) -> Any:
-        def call(*qkv: torch.Tensor, kernel_options: Any = None, **options: Any) -> Any:
-            asked.append((kernel_options, options["block_mask"].BLOCK_SIZE))
-            return function(*qkv, **options)
-
-        return call
-
-    monkeypatch.setattr(peers, "compiled_once", eager)
-    for shape in (*SMALL[:4], shapes.parse("tree-tiny-H4-Hk2-d16")):
-        asked.clear()
-        q, k, v, _ = packing.make_source(shape, torch.float64, CPU)
-        for impl in peers.peers()[1:3]:
-            out = impl.arrange(shape, CPU)[0].attention(q, k, v)
-            torch.testing.assert_close(out, dense_attention(q, k, v, dense_mask(shape)))
-        assert asked == [({"BACKEND": "FLASH"}, (128, 128)), (None, (128, 128))]
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

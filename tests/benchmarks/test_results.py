@@ -12,14 +12,12 @@ from typing import Any
 
 import bench_kernel
 import bench_model
-import bench_trl
 import command
 import measure
 import pytest
 import report
 import shapes
 import torch
-import trainers_report
 from command import RESULTS, ROOT
 from matplotlib.figure import Figure
 from measure import LEFT_OUT
@@ -107,14 +105,6 @@ def test_a_damaged_result_is_refused(message: str, damage: Damage, tmp_path: Pat
         report.check(path)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"header": {}, "rows": []}', '{"header": 3, "rows": [3]}'])
-def test_what_is_no_result(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(text)
-    with pytest.raises(report.ResultError, match=f"{path}: expected an object with header and rows"):
-        report.check(path)
-
-
 # --- pages ----------------------------------------------------------------------------------------------------------
 
 
@@ -152,21 +142,6 @@ def test_pages_and_plots(tmp_path: Path) -> None:
         assert (tmp_path / image).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_page_is_of_the_kernels_with_the_most_figures(tmp_path: Path) -> None:
-    """Whatever was measured last; a machine may have streams alone."""
-    later = {"commit": "e" * 40, "date": "2026-11-23T00:00:00+00:00"}
-    few = result(bench_model, "16x8Kx131-2048", {report.OURS: 1000.0}, later)
-    machine, other = write(tmp_path, kernel=kernel_result(), few=few), tmp_path / "NVIDIA-H100"
-    streams = stream_result()
-    streams["header"]["gpu"] = "NVIDIA H100"
-    other.mkdir()
-    (other / "stream.json").write_text(json.dumps(streams))
-    report.render(tmp_path)
-    page = (machine / "README.md").read_text()
-    assert "Commit `0123456789ab` of 2026-11-21; " in page and "Other kernels, `eeeeeeeeeeee` of 2026-11-23:" in page
-    assert "Commit `0123456789ab` of 2026-11-21; " in (other / "README.md").read_text()
-
-
 def test_ratios_are_of_one_process(tmp_path: Path) -> None:
     """The newest file of each peer that has this library; files without it, and replaced ones, go."""
     old, new, peer = kernel_result(**OLDER), kernel_result(speed=2.0), kernel_result(speed=4.0)
@@ -184,21 +159,6 @@ def test_ratios_are_of_one_process(tmp_path: Path) -> None:
     write(tmp_path, newer=kernel_result(date="2026-11-22T08:00:00+00:00"))
     with pytest.raises(report.ResultError, match="newer files have all that is in new, old, which can go"):
         report.page(report.load(sorted(machine.glob("*.json"))), machine)
-
-
-def test_commits_of_the_same_kernels_share_a_table(tmp_path: Path) -> None:
-    """Of attention: a whole model has more of the package in it."""
-    files = {
-        "kernel": kernel_result(kernels="abc"),
-        "kernel-older": kernel_result("28x4Kx2K", 2.0, **OLDER, kernels="abc"),
-        "model": result(bench_model, "16x8Kx131-2048", {report.OURS: 1.0, "cudnn_flex": 1.0}, {"kernels": "abc"}),
-        "model-older": result(bench_model, "28x4Kx2K", {report.OURS: 1.0}, {**OLDER, "kernels": "abc"}),
-    }
-    frame = report.load(sorted(write(tmp_path, **files).glob("*.json")))
-    found = frame.groupby("file")["kernels"].unique().map(list)
-    assert found["kernel-older"] == found["kernel"] == found["model"] == [HEADER["commit"]]
-    assert found["model-older"] == [OLDER["commit"]]
-    assert set(frame.loc[frame["file"] == "kernel-older", "commit"]) == {OLDER["commit"]}
 
 
 def test_kernels_are_told_apart_by_their_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,13 +218,3 @@ def test_the_first_figures_of_the_readme_are_of_the_results() -> None:
         assert match is not None, name
         stock, own = map(float, match.groups())
         assert figures == [f"{stock:.1f}", f"{own:.1f}", f"{stock / own:.1f}"], name
-
-
-def test_half_a_result_of_trl_is_none(tmp_path: Path) -> None:
-    assert trainers_report.runs_of_trl(tmp_path) == ""
-    source = min(bench_trl.FOLDER.glob("*.json"))
-    changed = json.loads(source.read_text())
-    del changed["rows"][1:]
-    (tmp_path / "result.json").write_text(json.dumps(changed))
-    with pytest.raises(report.ResultError, match=r"result\.json: expected steps of TRL's run first, and of one"):
-        trainers_report.runs_of_trl(tmp_path)

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", "5.17")
 
 import bench_mismatch
 import trainers_report
+from pages import SECTIONS, WORDS
 
 from flash_attn_dualkv.integrations.transformers import rollout, unregister_decode
 
@@ -76,7 +77,7 @@ def test_runs_of_trl(tmp_path, monkeypatch):
     assert page.startswith("### RLOO: 2 steps of 2 prompts, 8 x 128 x 4, 2 layers of width 64, CPU")
     assert "shared prompts, continuous batching did not end within 9 s: 0 steps." in page
     header = next(line for line in page.splitlines() if line.startswith("|"))
-    assert [one.strip() for one in header.split("|")[2:-2]] == [bench_trl.LABELS[one] for one in runs[:3]]
+    assert [one.strip() for one in header.split("|")[2:-2]] == [WORDS["trl"][one] for one in runs[:3]]
     cells = next(line for line in page.splitlines() if line.startswith("| rollout, s")).split("|")[2:5]
     second = [row["phases"]["rollout"][1] for row in rows[:3]]  # the first step is left out
     assert [float(cell) for cell in cells] == pytest.approx(second, abs=6e-4)
@@ -91,7 +92,7 @@ def test_mismatch(tmp_path):
     assert [(row["rollouts"], row["training"], row["rowwise"]) for row in rows] == [*bench_mismatch.PAIRS]
     for row in rows:
         assert row["tokens"] == 20 and 0 <= row["mean"] <= row["max"] < 5e-6 and row["k3"] < 1e-11
-    page = trainers_report.mismatches(tmp_path)
+    page = SECTIONS["mismatch"]._replace(folder=".").of(tmp_path, trainers_report.changed)
     assert page.count("| this library") == 5 and "2 x tiny-2x270x5" in page and "in fp64, rounded" in page
 
 

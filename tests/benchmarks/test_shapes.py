@@ -76,31 +76,10 @@ def test_names_of_shapes(name: str, title: str, nodes: Any, heads: tuple[int, ..
 
 def test_presets_parse_and_nonsense_does_not() -> None:
     for module in (bench_kernel, bench_layer, bench_model):
-        assert all(shapes.parse(name).name == name for names in module.PRESETS.values() for name in names)
+        assert all(shapes.parse(name).name == name for names in module.BENCHMARK.presets.values() for name in names)
     assert all(shapes.parse(name) for names in report.HEADLINE.values() for name in names)
     for name in ("4x5", "causal-4x5x6", "4x5x6-d", "8-groups-of-4x5", "U(1,2)", "L6-16x8Kx131-2048"):
         with pytest.raises(ValueError, match=f"expected a name like .* got {re.escape(repr(name))}"):
             shapes.parse(name)
     with pytest.raises(ValueError, match="layers: expected 1 to 36, got 37"):
         shapes.parse("qwen3-8b-L37-16x8Kx131-2048")
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "leaves", "depth", "tokens", "flattened", "saved"),
-    [
-        ("balanced_d4", 31, 16, 5, 16384, 49152, 1.99),
-        ("branched", 15, 9, 7, 24512, 36608, 1.15),
-        ("comb", 129, 65, 65, 25600, 349184, 8.83),
-        ("agentic", 248, 149, 11, 275618, 1765807, 3.68),
-        ("agentic_wide", 22, 13, 5, 19074, 53305, 1.98),
-    ],
-)
-def test_trees(name: str, nodes: int, leaves: int, depth: int, tokens: int, flattened: int, saved: float) -> None:
-    shape = shapes.parse(f"qwen3-1.7b-tree-{name}")
-    assert (shape.heads, shape.kv_heads, shapes.title(shape.name)) == (16, 8, f"Qwen3-1.7B: tree {name}")
-    assert (len(shape.nodes), len(shape.leaves), shape.depth) == (nodes, leaves, depth)
-    assert (shape.packed_tokens, shape.replicated_tokens) == (tokens, flattened)
-    assert round(shape.replicated_pairs / shape.visible_pairs, 2) == saved
-    # In depth-first order a node's parent is on the path of the node before it.
-    paths = [[-1], *shape.paths]
-    assert all(parent in (-1, *before) for before, (_, parent) in zip(paths, shape.nodes))

@@ -34,7 +34,7 @@ def forest(*trees: Tables) -> Tables:
 
 
 COMB, CHAIN = comb(1024, [128] * 64, 256), comb(800, [800] * 39, 64)
-BALANCED = tree_tables(*zip(*TREES["balanced_d4"]()))
+BALANCED = tree_tables(*zip(*TREES["balanced_d4"]))
 SHAPES = {
     "comb": COMB,
     "bush": packed_prompts([2048], [[64] * 5000]),

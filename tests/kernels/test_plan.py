@@ -119,7 +119,7 @@ def sequences(count: int, shortest: int, longest: int | None = None) -> dict[str
 
 
 def named_tree(name: str) -> dict[str, int]:
-    return tree(*zip(*TREES[name]()))
+    return tree(*zip(*TREES[name]))
 
 
 def shapes() -> dict[str, Shape]:

@@ -45,9 +45,3 @@ def test_counting_needs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (row,) = json.loads((tmp_path / "tokens.json").read_text())["rows"]
     requests = bench_scoring.TASKS["tiny"].requests(bench_scoring.ALL_MODELS["qwen3-1.7b"].vocab)
     assert row["tokens_hf"] == sum(len(context) + len(answer) - 1 for _, context, answer in requests)
-
-
-def test_one_letter_answers_are_one_input_of_hf() -> None:
-    requests = bench_scoring.TASKS["mmlu-first_n"].requests(1000, 3)
-    assert len(requests) == 12 and {len(answer) for _, _, answer in requests} == {1}
-    assert bench_scoring.tokens_of_hf(requests) == sum(len(context) for _, context, _ in requests[::4])

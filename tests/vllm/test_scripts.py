@@ -14,17 +14,16 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-import bench_vllm
+import bench_mismatch
 import check_vllm
 import mismatch_vllm
 import pytest
 import torch
-import vllm_report
+import trainers_report
 import vllm_rig
-from tiny_models import dualkv, tiny_model
+from pages import SECTIONS, WORDS
+from tiny_models import tiny_model
 from transformers import AutoConfig
-
-from flash_attn_dualkv import pack_shared_prompts, unpack_logprobs
 
 
 def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,104 +35,6 @@ def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert register() is None
-
-
-def test_shapes() -> None:
-    assert bench_vllm.rollout("16x4x1024x128") == [16, 4, 1024, 128, 128]
-    assert bench_vllm.rollout("16x4x1024x64-2048") == [16, 4, 1024, 64, 2048]
-    assert vllm_rig.draw_prompts(2, 3, 5) == vllm_rig.draw_prompts(2, 3, 5) != vllm_rig.draw_prompts(2, 3, 6)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_rows_of_a_process(fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows that a process has printed are kept when it fails or runs out of time."""
-    row = vllm_rig.MARK + json.dumps({"step_ms": 1.5})
-    program = f"import sys, time; print({row!r}, flush=True); {'sys.exit(3)' if fails else 'time.sleep(60)'}"
-    real = subprocess.run
-
-    def run(command: list[str], **options: Any) -> Any:
-        assert json.loads(command[-1]) == {"layers": 2, "backend": "CUSTOM"} and options["env"]["PATH"]
-        return real([sys.executable, "-c", program], **options)
-
-    monkeypatch.setattr(vllm_rig.subprocess, "run", run)
-    rows = bench_vllm.run_engine("dualkv", {"layers": 2}, 20.0 if fails else 2.0)
-    assert rows == [{"who": "dualkv", "step_ms": 1.5}]
-    assert ("exit status 3" if fails else "time limit") in capsys.readouterr().out
-
-
-class Engines:
-    """Stand for processes: each prints a result, but those whose settings have a word run out of time."""
-
-    def __init__(self, result: dict[str, Any], slow: str) -> None:
-        self.result, self.slow, self.count = result, slow, 0
-
-    def run(self, command: list[str], *, timeout: float, **_: Any) -> Any:
-        self.count += 1
-        if self.slow in "".join(command):
-            raise subprocess.TimeoutExpired(command, timeout, output=b"it was here", stderr=None)
-        return subprocess.CompletedProcess(command, 0, f"{vllm_rig.MARK}{json.dumps(self.result)}\n", "")
-
-
-SAMPLED = {"tokens": [[1, 2]], "logprobs": [[-1.0, -2.0]]}
-
-
-def test_slow_engines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that runs out of time is told of, with its output, and the others are compared."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    for check, slow, count, said in (
-        (check_vllm.check_greedy, '"exact": "trainer"', 4, "dualkv   against stock: 2 of 2 tokens"),
-        (check_vllm.check_greedy, "TRITON_ATTN", 4, "nothing to compare with"),
-        (check_vllm.check_features, "speculative_config", 12, "two GPUs:\nstock    against stock: 2 of 2 tokens"),
-        (check_vllm.check_invariant, "max_num_batched_tokens", 4, "dualkv_invariant {}: alone equal to the bit"),
-    ):
-        result = {"found": {"together": SAMPLED, "alone": SAMPLED}, "about": {"steps": {"decode": 1}}}
-        engines = Engines(result, slow)
-        monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
-        assert not check(1.0) and engines.count == count
-        text = capsys.readouterr().out
-        assert "FAILED: time limit\nit was here" in text and said in text
-        engines.slow = "no engine"
-        assert check(1.0)
-        result["about"] = {}  # no step on this package
-        assert check(1.0) == (check is check_vllm.check_invariant)
-        capsys.readouterr()
-
-
-def test_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What takes two is left out, and that is said."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    engines = Engines({"found": {"together": SAMPLED}, "about": {"steps": {"decode": 1}}}, "no engine")
-    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
-    assert check_vllm.check_features(1.0) and engines.count == 9
-    assert "two GPUs: left out: takes two GPUs, and there is one" in capsys.readouterr().out
-
-
-def test_mismatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Rows of the engines that did not fail are written, and the page shows them."""
-    row = {"mean": 0.5, "largest": 1, "k3": 0, "equal": 0.25, "first_token": 0, "logprob": -3, "vllm": "0.26.0"}
-    engines = Engines(row | {"device": "NVIDIA H200", "stock_trainer": row | {"equal": 0.5}}, "TRITON_ATTN")
-    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
-    where = ["--out", str(tmp_path), "--commit", "0123456789abcdef"]
-    assert mismatch_vllm.main(["--engines", "triton", "stock", *where]) == 1 and engines.count == 2
-    assert "time limit\nit was here" in capsys.readouterr().out
-    page = vllm_report.mismatches_of_vllm(tmp_path)
-    assert "### qwen3-1.7b, 28 layers, 8 x 4 x 1000 x 256, vLLM 0.26.0, NVIDIA H200" in page
-    assert "| vLLM " in page and "25.0%" in page and "50.0%" in page and "Triton" not in page
-    assert mismatch_vllm.main(["--engines", "stock", *where]) == 0
-
-
-def test_stock_training_forward() -> None:
-    """Equal to this library's, of whole sequences; differences are of the trainer to the sampler."""
-    model = tiny_model("qwen3", dtype=torch.float32)
-    prompts, tokens = [[5, 6, 7], [8, 9]], [[1 + one, 2, 3 + one] for one in range(2 * mismatch_vllm.N)]
-    batch = pack_shared_prompts([one for one in prompts for _ in range(mismatch_vllm.N)], tokens)
-    with torch.no_grad():
-        ours = unpack_logprobs(dualkv.shared_prompt_forward(model, batch)[0], batch)
-    stock = mismatch_vllm.stock_logps(model, prompts, tokens)
-    torch.testing.assert_close(stock, ours)
-    found = mismatch_vllm.differences(ours, ours - torch.tensor([0.5, 0.0, 0.0]))
-    assert found["first_token"] == pytest.approx(0.5) and found["mean"] == pytest.approx(0.5 / 3)
-    assert found["equal"] == pytest.approx(2 / 3) and found["k3"] == pytest.approx((math.exp(0.5) - 1.5) / 3)
 
 
 def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,46 +52,6 @@ def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,6,7,8")
     assert vllm_rig.side_by_side([partial(task, number) for number in range(4)], width=2) == [0, 1, 2, 3]
     assert places == {"2", "5", "2,5", "6,7"}
-
-
-def test_certain_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="certain"):
-        vllm_rig.refuse_certain(-1e-5)
-    vllm_rig.refuse_certain(-2.0)
-
-
-def test_differences() -> None:
-    """Differences count up to the first token that one of all has sampled otherwise; without any, nothing fits."""
-    one = {"tokens": [[1, 2, 3], [4, 5, 6]], "logprobs": [[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]]}
-    near = {"tokens": [[1, 2, 3], [4, 9, 6]], "logprobs": [[-1.25, -2.0, -4.0], [-1.0, -9.0, -9.0]]}
-    third = {"tokens": [[1, 2, 9], [9, 5, 6]], "logprobs": [[0.0] * 3] * 2}
-    assert check_vllm.differences(one, near) == (4, 1.25 / 4, 1.0)
-    assert check_vllm.differences(one, near, third) == (2, 0.125, 0.25)
-    count, *nothing = check_vllm.differences(one, {"tokens": [[7], [7]], "logprobs": [[0.0], [0.0]]})
-    assert count == 0 and not any(value <= 1e9 for value in nothing)
-
-
-def test_where_samples_differ() -> None:
-    """The first place of each request, by the lengths of their prompts."""
-    lengths = [len(prompt["prompt_token_ids"]) for prompt in check_vllm.prompts_of(salted=False)]
-    one = {"tokens": [], "logprobs": [[-1.0, -2.0, -3.0] for _ in lengths]}
-    changed = [-1.0, -2.5, -4.0]
-    other = {"tokens": [], "logprobs": [changed if length == 333 else one["logprobs"][0] for length in lengths]}
-    assert check_vllm.where_different(one, one) == ""
-    told = check_vllm.where_different(one, other)
-    assert told == "prompts of 333 tokens from token " + ", ".join(["1 (5.0e-01)"] * check_vllm.RESPONSES)
-
-
-def test_configuration(tmp_path: Path) -> None:
-    vllm_rig.write_model(vllm_rig.Engine(model="qwen3-1.7b", layers=3), str(tmp_path), 50000)
-    found = json.loads((tmp_path / "config.json").read_text())
-    assert found["num_hidden_layers"] == 3 and found["hidden_size"] == 2048 and found["tie_word_embeddings"]
-    assert found["max_position_embeddings"] == 50000
-    for config in (check_vllm.GEMMA_2, check_vllm.GPT_OSS):
-        vllm_rig.write_model(vllm_rig.Engine(model="qwen3-1.7b", layers=4, config=config), str(tmp_path), 4096)
-        read = AutoConfig.from_pretrained(tmp_path)
-        assert read.model_type == config["model_type"] and read.layer_types == config["layer_types"]
-        assert (read.num_hidden_layers, read.hidden_size, read.sliding_window) == (4, 2048, config["sliding_window"])
 
 
 def test_weights() -> None:
@@ -215,7 +76,7 @@ def test_page(tmp_path: Path) -> None:
     write("b", "NVIDIA H200", "a0aa46460d32", ("stock", 12.0, 1e4), ("stock", 14.0, 1.2e4), ("dualkv", 6.5, 1.1e4))
     write("c", "NVIDIA H200", "a0aa46460d32", ("split", 8.0, 2.2e4))
     write("d", "NVIDIA H100 80GB HBM3", "0123456789ab", ("dualkv", 2.0, 1.0))
-    page = vllm_report.rollouts_of_vllm(tmp_path)
+    page = trainers_report.rollouts_of_vllm(tmp_path)
     assert "### vLLM 0.26.0, torch 2.11\n" in page
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| H")]
     assert [row[0] for row in cells] == ["H100", "H200", "H200", "H200"]
@@ -224,5 +85,96 @@ def test_page(tmp_path: Path) -> None:
     assert cells[1][3:] == ["vLLM", "13.00", "1.00", "11000", "1.00", "2", links[1]]
     assert cells[2][3:] == ["this package", "5.00", "2.60", "22000", "2.00", "3", f"{links[0]}, {links[2]}"]
     assert cells[3][3:] == ["this package, walks undivided", "6.50", "2.00", "11000", "1.00", "1", links[1]]
-    assert vllm_report.rollouts_of_vllm(tmp_path / "none") == ""
-    assert vllm_report.LABELS.keys() == bench_vllm.ENGINES.keys()
+    assert trainers_report.rollouts_of_vllm(tmp_path / "none") == ""
+    assert WORDS["vllm"].keys() == vllm_rig.ENGINES.keys()
+
+
+class Engines:
+    """Stand for processes: each prints a result, but those whose settings have a word run out of time."""
+
+    def __init__(self, result: dict[str, Any], slow: str) -> None:
+        self.result, self.slow, self.count = result, slow, 0
+
+    def run(self, command: list[str], *, timeout: float, **_: Any) -> Any:
+        self.count += 1
+        if self.slow in "".join(command):
+            raise subprocess.TimeoutExpired(command, timeout, output=b"it was here", stderr=None)
+        return subprocess.CompletedProcess(command, 0, f"{vllm_rig.MARK}{json.dumps(self.result)}\n", "")
+
+
+SAMPLED = [[[1, 2]], [[-1.0, -2.0]]]
+
+
+def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine that runs out of time fails the check, its output is shown, and the others are compared."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    first, *others = check_vllm.FEATURES
+    for check, slow, count, said in (
+        (partial(check_vllm.check_features, [first]), '"exact": "trainer"', 4, "dualkv   against stock: 2 of 2 tokens"),
+        (partial(check_vllm.check_features, [first]), "TRITON_ATTN", 4, "nothing to compare with"),
+        (partial(check_vllm.check_features, others), "speculative_config", 12, "stock    against stock: 2 of 2 tokens"),
+        (check_vllm.check_invariant, "max_num_batched_tokens", 3, "dualkv_invariant: alone equal to the bit"),
+    ):
+        result = {"found": {"together": SAMPLED, "alone": SAMPLED}, "about": {"steps": {"decode": 1}}}
+        engines = Engines(result, slow)
+        monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+        assert not check(1.0) and engines.count == count
+        text = capsys.readouterr().out
+        assert "FAILED: time limit\nit was here" in text and said in text
+        engines.slow = "no engine"
+        assert check(1.0)
+        result["about"] = {}  # no step on this package
+        assert check(1.0) == (check is check_vllm.check_invariant)
+        capsys.readouterr()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert (
+        check_vllm.check_features(["two GPUs"], 1.0) and "takes two GPUs, and there is one" in capsys.readouterr().out
+    )
+
+
+def test_differences() -> None:
+    """Differences count up to the first token that one of all has sampled otherwise; without any, nothing fits."""
+    one = [[1, 2, 3], [4, 5, 6]], [[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]]
+    near = [[1, 2, 3], [4, 9, 6]], [[-1.25, -2.0, -4.0], [-1.0, -9.0, -9.0]]
+    third = [[1, 2, 9], [9, 5, 6]], [[0.0] * 3] * 2
+    assert check_vllm.differences(one, near) == (4, 1.25 / 4, 1.0)
+    assert check_vllm.differences(one, near, third) == (2, 0.125, 0.25)
+    count, *nothing = check_vllm.differences(one, ([[7], [7]], [[0.0], [0.0]]))
+    assert count == 0 and not any(value <= 1e9 for value in nothing)
+    with pytest.raises(ValueError, match="certain"):
+        vllm_rig.refuse_certain(-1e-5)
+
+
+def test_rows_of_mismatches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows of the engines that did not fail are written, and the page shows them."""
+    row = {"mean": 0.5, "largest": 1, "k3": 0, "equal": 0.25, "first_token": 0, "logprob": -3, "vllm": "0.26.0"}
+    engines = Engines(row | {"device": "NVIDIA H200", "stock_trainer": row | {"equal": 0.5}}, "TRITON_ATTN")
+    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+    where = ["--out", str(tmp_path), "--commit", "0123456789abcdef"]
+    assert mismatch_vllm.main(["--engines", "triton", "stock", *where]) == 1 and engines.count == 2
+    page = SECTIONS["sampler"]._replace(folder=".").of(tmp_path, trainers_report.changed)
+    assert "### qwen3-1.7b, 28 layers, 8 x 4 x 1000 x 256, vLLM 0.26.0, NVIDIA H200" in page
+    assert "| vLLM " in page and "25.0%" in page and "50.0%" in page and "Triton" not in page
+
+
+def test_training_forwards() -> None:
+    """Shared and alone give the same; differences are of the trainer to the sampler."""
+    model, prompt = tiny_model("qwen3", dtype=torch.float32), torch.tensor([5, 6, 7])
+    responses, score = torch.tensor([[1, 2, 3], [4, 2, 3]]), partial(torch.log_softmax, dim=-1)
+    stock = bench_mismatch.trained(model, prompt, responses, False, score)
+    ours = bench_mismatch.trained(model, prompt, responses, True, score)
+    torch.testing.assert_close(stock, ours)
+    found = mismatch_vllm.differences(ours - torch.tensor([0.5, 0.0, 0.0]), ours)
+    assert found["first_token"] == pytest.approx(0.5) and found["mean"] == pytest.approx(0.5 / 3)
+    assert found["equal"] == pytest.approx(2 / 3) and found["k3"] == pytest.approx((math.exp(0.5) - 1.5) / 3)
+
+
+def test_configurations(tmp_path: Path) -> None:
+    for name, settings in check_vllm.FEATURES.items():
+        engine = vllm_rig.Engine(**check_vllm.BASE | settings)
+        vllm_rig.write_model(engine, str(tmp_path), 50000)
+        read = AutoConfig.from_pretrained(tmp_path)
+        assert (read.num_hidden_layers, read.hidden_size, read.max_position_embeddings) == (4, 2048, 50000), name
+        assert all(
+            getattr(read, key) == engine.config[key] for key in ("model_type", "layer_types") if key in engine.config
+        )
