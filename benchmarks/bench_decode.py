@@ -27,6 +27,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from typing import Any
 
 import torch
 from command import RESULTS, Result, gpu_folder, parser_of
+from measure import Config, laps_under_load
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan, shared_prefix_decode
@@ -45,7 +47,7 @@ SHAPES = (
     "levels-16x16x4K", "16x16x8K-Hk2", "16x16x8K-Hk1", "16x16x8K-q4", "16x16x8K-page256",
 )  # fmt: skip
 HEADS, HEAD_DIM, LONGEST = 32, 128, 2048
-WARM_UP_S = 0.1
+WARM_UP_MS, LAUNCHES = 100.0, 10
 
 
 @dataclass
@@ -213,31 +215,19 @@ def flashinfer(step: Step) -> Iterator[tuple[str, Run]]:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def microseconds(run: Run, launches: int = 10) -> float:
-    """Time of a launch, after a warm-up under load."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(launches):
+def launches(run: Run) -> None:
+    for _ in range(LAUNCHES):
         run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1000 / launches
-
-
-def warm_up(run: Run) -> None:
-    spent = 0.0
-    while spent < WARM_UP_S:
-        spent += microseconds(run) * 1e-5
 
 
 def median_of(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Medians over rounds in which every one runs once."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            warm_up(run)
-            times[name].append(microseconds(run))
-    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+    """Microseconds: medians over rounds in which every one runs once, after a warm-up under load."""
+    config = Config(torch.device("cuda"), warm_ms=WARM_UP_MS, max_calls=1)
+    found = [
+        {name: laps_under_load(config, (partial(launches, run),))[0][0] for name, run in runs.items()}
+        for _ in range(rounds)
+    ]
+    return {name: statistics.median(times[name] for times in found) * 1e3 / LAUNCHES for name in runs}
 
 
 def copy_rate() -> float:

@@ -3,7 +3,7 @@
 """Measure SharedPrefixPlan.update by the width of the block table: what a step costs the GPU and the host.
 
     python benchmarks/bench_plan.py                # 30 s
-    python benchmarks/bench_plan.py --most 1M --requests 256
+    python benchmarks/bench_plan.py --most 1024K --requests 256
 
 A step has prompts of 8K tokens in pages of 16 rows, each with 16 requests that have decoded 1 to 2048 tokens since, in
 a table for requests of up to `most` keys, as engines make it. With `bounded` the host knows the longest request
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from bench_decode import LONGEST, make_step, median_of
 from command import RESULTS, Result, gpu_folder, parser_of
+from shapes import number
 
 PAGE, PROMPT, RESPONSES = 16, 8192, 16
-UNITS = {"K": 1 << 10, "M": 1 << 20}
 HOST_UPDATES = 200
 
 
@@ -51,16 +51,16 @@ def measure(requests: int, most: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def keys_of(text: str) -> int:
-    """128K as a number."""
-    number = int(text.rstrip("KM")) * UNITS.get(text[-1], 1)
-    if number < PROMPT + LONGEST + PAGE or number % PAGE:
+    """128K as a number, which has room for the longest request, in whole pages."""
+    keys = number(text)
+    if keys < PROMPT + LONGEST + PAGE or keys % PAGE:
         raise ValueError(text)
-    return number
+    return keys
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--most", nargs="+", type=keys_of, default=[*map(keys_of, ("16K", "128K", "1M"))])
+    parser.add_argument("--most", nargs="+", type=keys_of, default=[*map(keys_of, ("16K", "128K", "1024K"))])
     parser.add_argument("--requests", nargs="+", type=int, default=[256, 1024], help="multiples of 16")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
     options = parser.parse_args(arguments)

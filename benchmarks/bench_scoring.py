@@ -20,15 +20,15 @@ import gc
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from command import RESULTS, Result, gpu_folder, parser_of
 from lm_eval.models.huggingface import HFLM
-from measure import Row
+from measure import Row, timed
 from models import ALL_MODELS, make_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -144,26 +144,18 @@ def scorers(model: Any, options: argparse.Namespace) -> Iterator[tuple[str, Call
     yield "hf", lambda requests: stock._loglikelihood_tokens(requests, disable_tqdm=True)
 
 
-def timed(score: Callable[[list[Request]], Any], requests: list[Request], warm_up: int, device: torch.device) -> Row:
-    score(requests[:warm_up])
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    answers = score(requests)  # floats: nothing is left to wait for
-    row: Row = {"seconds": time.perf_counter() - begin, "answers": answers}
-    if device.type == "cuda":
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return row
-
-
 def measured(model: Any, requests: list[Request], options: argparse.Namespace) -> Row:
     """Seconds of both, and how far their answers are apart."""
     device, choices = model.device, options.choices
-    found = {name: timed(score, requests, options.warm_up * choices, device) for name, score in scorers(model, options)}
-    answers = {name: [one[0] for one in row.pop("answers")] for name, row in found.items()}
+    found, answers = dict[str, Row](), dict[str, list[float]]()
+    for name, score in scorers(model, options):
+        score(requests[: options.warm_up * choices])
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        scores, seconds, peak = timed(partial(score, requests), device)
+        answers[name] = [logprob for logprob, _ in scores]
+        found[name] = {"seconds": seconds} | ({"peak_gib": peak / 2**30} if peak else {})
     differences = [abs(one - other) for one, other in zip(answers["dualkv"], answers["hf"])]
     best = {name: torch.tensor(values).view(-1, choices).argmax(1) for name, values in answers.items()}
     same = float((best["dualkv"] == best["hf"]).float().mean())

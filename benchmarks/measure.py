@@ -16,10 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from packing import Prepared, prepare_attention
 from peers import Implementation
 from shapes import Shape
@@ -36,6 +37,7 @@ LEFT_OUT = "left out: budget"
 LARGEST_DIFFERENCE, LARGEST_GRADIENT_DIFFERENCE = 0.02, 0.05
 
 Row = dict[str, Any]
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -104,6 +106,31 @@ def laps_under_load(config: Config, steps: Sequence[Callable[[], object]]) -> li
     warm_up = math.ceil(max(0.0, config.warm_ms - one) / one)
     calls = max(1, min(config.max_calls, math.ceil(config.target_ms / one)))
     return [times[warm_up:] for times in laps(config, steps, warm_up + calls)]
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest value of all ranks, if there are several."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def timed(run: Callable[[], Found], device: torch.device) -> tuple[Found, float, float]:
+    """What a step gives, seconds of the slowest rank, and the peak of the fullest, in bytes; ranks begin together."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    begin = time.perf_counter()
+    found = run()
+    if is_cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    return found, largest(seconds, device), largest(torch.cuda.max_memory_allocated() if is_cuda else 0.0, device)
 
 
 class Matmul:

@@ -22,7 +22,6 @@ import gc
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench_model import make_ids, pack, stock_step
 from command import RESULTS, Result, gpu_folder, parser_of
-from measure import Row, relative_difference
+from measure import Row, relative_difference, timed
 from models import make_model
 from shapes import ALL_MODELS, Shape, parse
 
@@ -127,39 +126,26 @@ def useful_flops(model: Any, shape: Shape) -> float:
     return linear + shape.model.layers * (shape.flops("forward") + shape.flops("backward"))
 
 
-def largest(value: float, device: torch.device) -> float:
-    """The largest value of all ranks."""
-    found = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
-
-
 def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: int) -> tuple[Row, Results]:
     """Figures of a mode, its log-probabilities, and its gradients, which leave the device."""
     is_cuda = device.type == "cuda"
     model.set_attn_implementation("sdpa" if mode in STOCK else "dualkv")
     step, row = (stock_steps if mode in STOCK else shared_step)(model, shape, mode, device)
-    times, peaks = [], []
+    times, peaks, logps = [], [], torch.empty(0)
     for _ in range(steps + 1):  # the first one tries the model, and warms up
         model.zero_grad(set_to_none=True)
         gc.collect()
         if is_cuda:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        dist.barrier()
-        begin = time.perf_counter()
-        logps = step()
-        if is_cuda:
-            torch.cuda.synchronize()
-            peaks.append(torch.cuda.max_memory_allocated())
-        times.append(largest(time.perf_counter() - begin, device))
+        logps, seconds, peak = timed(step, device)
+        times.append(seconds)
+        peaks.append(peak)
     parameters = sum(one.numel() * one.element_size() for one in model.parameters())
     row = {"mode": mode, **row, "step_ms": 1e3 * statistics.median(times[1:]), "weights_bytes": parameters}
     if mode not in STOCK:
         row["tflops_per_rank"] = useful_flops(model, shape) / row["step_ms"] / row["ranks"] / 1e9
     if is_cuda:
-        row["peak_bytes"] = int(largest(max(peaks[1:]), device))
+        row["peak_bytes"] = int(max(peaks[1:]))
         row["above_bytes"] = row["peak_bytes"] - 2 * parameters
     gradients = [one.grad.cpu() for one in model.parameters()]
     return row, (logps.float().cpu(), gradients)

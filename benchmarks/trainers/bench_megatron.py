@@ -27,7 +27,6 @@ import gc
 import itertools
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench_verl import MODELS
 from command import RESULTS, Result, gpu_folder, parser_of
-from measure import Row
+from measure import Row, largest, timed
 from megatron_layers import grouped_experts, local_norms
 from verl_inputs import Model
 
@@ -226,25 +225,6 @@ def run(chunks: list[Any], batches: list[PackedBatch], forward: Callable[..., An
     return scored
 
 
-def slowest(value: float, device: torch.device) -> float:
-    largest = torch.tensor([value], device=device, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
-
-
-def times_of(run: Callable[[], list[Tensor]], rounds: int, device: torch.device) -> tuple[list[float], list[Tensor]]:
-    """Seconds of the slowest rank in each round behind one that warms up, and what the last gave."""
-    times, logps = list[float](), list[Tensor]()
-    for _ in range(rounds + 1):
-        dist.barrier()
-        begin = time.perf_counter()
-        logps = run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(slowest(time.perf_counter() - begin, device))
-    return times[1:], logps
-
-
 def measured(options: argparse.Namespace, shares: bool, device: torch.device) -> tuple[Row, Tensor]:
     """A run's row, and its log-probabilities in the order of the samples; none but on the last stage."""
     chunks, (parts, batches) = build(options, shares, device), micro_batches(options, shares, device)
@@ -253,12 +233,12 @@ def measured(options: argparse.Namespace, shares: bool, device: torch.device) ->
     row |= {"tokens": sum(batch.layout.num_tokens for batch in batches), "micro_batches": len(batches)}
     logps: list[Tensor] = []
     for what, trains in (("update", True), ("log_probs", False)):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        step = partial(run, chunks, batches, forward, trains)
         with torch.set_grad_enabled(trains):
-            times, logps = times_of(partial(run, chunks, batches, forward, trains), options.rounds, device)
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-        row |= {f"{what}_s": min(times), f"{what}_rounds_s": times, f"{what}_peak_gib": slowest(peak / 2**30, device)}
+            rounds = [timed(step, device) for _ in range(options.rounds + 1)]  # the first one warms up
+        logps, times = rounds[-1][0], [seconds for _, seconds, _ in rounds[1:]]
+        peak = max(peak for *_, peak in rounds)
+        row |= {f"{what}_s": min(times), f"{what}_rounds_s": times, f"{what}_peak_gib": peak / 2**30}
     order = torch.tensor([sample for part in parts for sample in part]).argsort().to(device)
     return row, torch.cat(logps).view(options.samples, -1)[order] if logps else torch.zeros(0)
 
@@ -273,7 +253,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Row]:
             torch.cuda.empty_cache()
     (shared, scores), (replicated, others) = found
     apart = (scores - others).abs()
-    shared["log_prob_mean_difference"] = slowest(apart.mean().item() if apart.numel() else 0.0, device)
+    shared["log_prob_mean_difference"] = largest(apart.mean().item() if apart.numel() else 0.0, device)
     shared["token_ratio"] = replicated["tokens"] / shared["tokens"]
     for what in ("update", "log_probs"):
         shared[f"{what}_times_faster"] = replicated[f"{what}_s"] / shared[f"{what}_s"]

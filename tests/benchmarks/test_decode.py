@@ -35,7 +35,7 @@ def test_no_shape(name: str) -> None:
 
 def test_keys_of_plans() -> None:
     """A table has room for the longest request, in whole pages."""
-    assert bench_plan.keys_of("1M") == 1 << 20
+    assert bench_plan.keys_of("1024K") == 1 << 20
     for wrong in ("8K", "x", "100001"):
         with pytest.raises(ValueError, match=wrong):
             bench_plan.keys_of(wrong)
