@@ -19,9 +19,7 @@ import check_vllm
 import mismatch_vllm
 import pytest
 import torch
-import trainers_report
 import vllm_rig
-from pages import SECTIONS, WORDS
 from tiny_models import tiny_model
 from transformers import AutoConfig
 
@@ -52,41 +50,6 @@ def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,6,7,8")
     assert vllm_rig.side_by_side([partial(task, number) for number in range(4)], width=2) == [0, 1, 2, 3]
     assert places == {"2", "5", "2,5", "6,7"}
-
-
-def test_weights() -> None:
-    """The same in every engine; biases are small."""
-    model, other = (torch.nn.Linear(64, 32) for _ in range(2))
-    for one in (model, other):
-        vllm_rig.set_weights(one)
-    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
-    assert model.weight.std().item() == pytest.approx(64**-0.5, rel=0.1) and model.bias.abs().max() < 0.5
-
-
-def test_page(tmp_path: Path) -> None:
-    """Medians are of all runs of a shape, in any file; ratios are to vLLM's own on the same GPU."""
-    shape = {"model": "qwen3-8b", "layers": 8, "groups": 16, "n": 16, "prompt": 8192, "new": "128", "vllm": "0.26.0"}
-
-    def write(name: str, gpu: str, commit: str, *times: tuple[str, float, float]) -> None:
-        rows = [shape | {"who": who, "step_ms": step, "tokens_per_s": rate} for who, step, rate in times]
-        header = {"gpu": gpu, "commit": commit, "dirty": False, "torch": "2.11"}
-        (tmp_path / f"{name}.json").write_text(json.dumps({"header": header, "rows": rows}))
-
-    write("a", "NVIDIA H200", "0123456789ab", ("dualkv", 5.0, 2.2e4), ("dualkv", 5.0, 2.2e4))
-    write("b", "NVIDIA H200", "a0aa46460d32", ("stock", 12.0, 1e4), ("stock", 14.0, 1.2e4), ("dualkv", 6.5, 1.1e4))
-    write("c", "NVIDIA H200", "a0aa46460d32", ("split", 8.0, 2.2e4))
-    write("d", "NVIDIA H100 80GB HBM3", "0123456789ab", ("dualkv", 2.0, 1.0))
-    page = trainers_report.rollouts_of_vllm(tmp_path)
-    assert "### vLLM 0.26.0, torch 2.11\n" in page
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| H")]
-    assert [row[0] for row in cells] == ["H100", "H200", "H200", "H200"]
-    assert cells[0][5] == "1.00" and cells[0][2] == "16 x 16 x 8192 x 128"
-    links = [f"[`{commit}`]({tmp_path.name}/{name}.json)" for name, commit in zip("abc", ("0123456", *2 * ["a0aa464"]))]
-    assert cells[1][3:] == ["vLLM", "13.00", "1.00", "11000", "1.00", "2", links[1]]
-    assert cells[2][3:] == ["this package", "5.00", "2.60", "22000", "2.00", "3", f"{links[0]}, {links[2]}"]
-    assert cells[3][3:] == ["this package, walks undivided", "6.50", "2.00", "11000", "1.00", "1", links[1]]
-    assert trainers_report.rollouts_of_vllm(tmp_path / "none") == ""
-    assert WORDS["vllm"].keys() == vllm_rig.ENGINES.keys()
 
 
 class Engines:
@@ -143,18 +106,6 @@ def test_differences() -> None:
     assert count == 0 and not any(value <= 1e9 for value in nothing)
     with pytest.raises(ValueError, match="certain"):
         vllm_rig.refuse_certain(-1e-5)
-
-
-def test_rows_of_mismatches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rows of the engines that did not fail are written, and the page shows them."""
-    row = {"mean": 0.5, "largest": 1, "k3": 0, "equal": 0.25, "first_token": 0, "logprob": -3, "vllm": "0.26.0"}
-    engines = Engines(row | {"device": "NVIDIA H200", "stock_trainer": row | {"equal": 0.5}}, "TRITON_ATTN")
-    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
-    where = ["--out", str(tmp_path), "--commit", "0123456789abcdef"]
-    assert mismatch_vllm.main(["--engines", "triton", "stock", *where]) == 1 and engines.count == 2
-    page = SECTIONS["sampler"]._replace(folder=".").of(tmp_path, trainers_report.changed)
-    assert "### qwen3-1.7b, 28 layers, 8 x 4 x 1000 x 256, vLLM 0.26.0, NVIDIA H200" in page
-    assert "| vLLM " in page and "25.0%" in page and "50.0%" in page and "Triton" not in page
 
 
 def test_training_forwards() -> None:
