@@ -13,12 +13,9 @@ pytestmark = pytest.mark.gpu
 LIMIT_S = 300.0
 
 
-def test_greedy_tokens() -> None:
-    assert check_vllm.check_greedy(LIMIT_S)
-
-
-def test_features() -> None:
-    assert check_vllm.check_features(LIMIT_S)
+@pytest.mark.parametrize("feature", check_vllm.FEATURES)
+def test_tokens(feature: str) -> None:
+    assert check_vllm.check_features([feature], LIMIT_S)
 
 
 def test_bits_in_any_batch() -> None:
