@@ -257,8 +257,6 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
              "difference": differences.get(impl)} for impl, us in times.items()]  # fmt: skip
     for impl, text in failed.items():
         print(name, impl, text, flush=True)
-    for row in rows:
-        print(name, row["impl"], f"{row['us']:.0f} us, {floor / row['us']:.3f} of copy", flush=True)
     return rows
 
 
@@ -272,10 +270,8 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = torch.cuda.get_device_name()
     folder: Path = RESULTS / "decode" / gpu_folder(gpu)
     result = Result(options, folder, "decode" if options.shape == SHAPES else "decode-shapes", gpu, benchmark="decode")
-    rows: list[dict[str, Any]] = []
     for name in options.shape:
-        rows += measure(name, options.rounds)
-        print(result.write(rows))
+        result.add(*measure(name, options.rounds))
     return 0
 
 

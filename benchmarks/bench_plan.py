@@ -12,6 +12,7 @@ a table for requests of up to `most` keys, as engines make it. With `bounded` th
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from functools import partial
@@ -46,7 +47,6 @@ def measure(requests: int, most: int, rounds: int) -> list[dict[str, Any]]:
         torch.cuda.synchronize()
         rows.append({"requests": requests, "columns": most // PAGE, "bounded": bound is not None})
         rows[-1] |= {"device_us": device, "host_us": host}
-        print(rows[-1], flush=True)
     return rows
 
 
@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("plans are measured on a GPU")
     gpu = torch.cuda.get_device_name()
     result = Result(options, RESULTS / "decode" / gpu_folder(gpu), "plan", gpu, benchmark="plan")
-    rows = [row for count in options.requests for most in options.most for row in measure(count, most, options.rounds)]
-    print(result.write(rows))
+    for count, most in itertools.product(options.requests, options.most):
+        result.add(*measure(count, most, options.rounds))
     return 0
 
 

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from command import RESULTS, Result, gpu_folder, parser_of
+from command import RESULTS, Result, gpu_folder, parser_of, place_of
 from lm_eval.models.huggingface import HFLM
 from measure import Row, timed
 from models import ALL_MODELS, make_model
@@ -165,7 +165,7 @@ def measured(model: Any, requests: list[Request], options: argparse.Namespace) -
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, on_cpu=True)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="tasks")
     add("--tasks", nargs="+", choices=TASKS, default=[], help="instead of a preset's")
@@ -176,16 +176,16 @@ def main(arguments: list[str] | None = None) -> int:
     add("--max-tokens", type=int, default=MAX_TOKENS, help="of dualkv (default: %(default)s)")
     add("--min-shared", type=int, default=MIN_SHARED, help="of dualkv (default: %(default)s)")
     add("--warm-up", type=int, default=16, help="questions (default: %(default)s)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a time to report")
     options = parser.parse_args(arguments)
     name = options.model or ("tiny" if options.preset == "tiny" else "qwen3-1.7b")
-    shape, device = ALL_MODELS[name], torch.device("cpu" if options.count else options.device)
+    shape, (device, dtype, gpu) = ALL_MODELS[name], place_of("cpu" if options.count else options.device)
+    keep = ("batch_size", "max_tokens", "min_shared")
+    more = {"model": name, **{key: getattr(options, key) for key in keep}}
+    result = Result(options, FOLDER, "tokens" if options.count else gpu_folder(gpu), gpu, **more)
     model = None
     if not options.count:
         register()
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = make_model(shape, "dualkv", dtype, device).eval()
-    rows: list[Row] = []
     for task in options.tasks or PRESETS[options.preset]:
         options.choices = TASKS[task].choices
         count = None if options.count or "tiny" in task else options.questions or 200
@@ -196,12 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         row["micro_batches"] = batches
         if model is not None:
             row |= measured(model, requests, options)
-        rows.append(row)
-        print(*(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()))
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    keep = ("batch_size", "max_tokens", "min_shared")
-    more = {"model": name, **{one: getattr(options, one) for one in keep}}
-    print(Result(options, FOLDER, "tokens" if options.count else gpu_folder(gpu), gpu, **more).write(rows))
+        result.add(row)
     return 0
 
 

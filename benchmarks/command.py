@@ -34,16 +34,26 @@ VERSIONS = ("nvidia-cudnn-frontend", "flash-attn-4", "transformers", "triton", "
 # --- result files -----------------------------------------------------------------------------------------------------
 
 
-def parser_of(description: str | None, epilog: str = "") -> argparse.ArgumentParser:
-    """With the options of every benchmark about its result."""
+def parser_of(description: str | None, epilog: str = "", on_cpu: bool = False) -> argparse.ArgumentParser:
+    """With the options of every benchmark about its result; `on_cpu`: there are trial runs without a GPU."""
     parser = argparse.ArgumentParser(
         description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     text = "what is measured, for a copy of a clean tree that git does not know (default: DUALKV_COMMIT)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the result (default: in benchmarks/results)")
     parser.add_argument("--name", help="of the result file (default: what is measured)")
+    if on_cpu:
+        text_of_device = "cpu: a trial run, never a result"
+        parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=text_of_device)
     parser.add_argument("--commit", default=os.environ.get("DUALKV_COMMIT"), help=text)
     return parser
+
+
+def place_of(device: str, index: int = 0) -> tuple[torch.device, torch.dtype, str]:
+    """Device, type of the weights, and name of the GPU; "CPU" for a trial run."""
+    if device == "cpu":
+        return torch.device("cpu"), torch.float32, "CPU"
+    return torch.device("cuda", index), torch.bfloat16, torch.cuda.get_device_name()
 
 
 class Result:
@@ -56,7 +66,8 @@ class Result:
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path, name: str, gpu: str, **more: Any) -> None:
-        self.path = Path(options.out or folder) / f"{options.name or name}.json"
+        self.path, self.rows = Path(options.out or folder) / f"{options.name or name}.json", list[Row]()
+        print(f"The result goes to {self.path}.")
         commit, is_dirty = tree_state(options.commit)
         if is_dirty:
             print("The tree is dirty or unknown to git: this result will be refused.", file=sys.stderr)
@@ -68,10 +79,12 @@ class Result:
         self.header: Row = {"gpu": gpu, "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
         self.header |= {"commit": commit, "dirty": is_dirty, "date": date, "versions": versions, **more}
 
-    def write(self, rows: list[Row]) -> Path:
+    def add(self, *rows: Row, line: Callable[[Row], object] = str) -> None:
+        """Print rows, and write the file with them."""
+        print(*map(line, rows), sep="\n", flush=True)
+        self.rows += rows
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"header": self.header, "rows": rows}, indent=1) + "\n")
-        return self.path
+        self.path.write_text(json.dumps({"header": self.header, "rows": self.rows}, indent=1) + "\n")
 
 
 def kernels_digest() -> str:
@@ -141,7 +154,7 @@ class Benchmark:
     def options(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """The options, with `shapes` parsed and `implementations` chosen."""
         presets = "\n".join(f"  {name:<12} {' '.join(shapes)}" for name, shapes in self.presets.items())
-        parser = parser_of(self.description, f"presets:\n{presets}")
+        parser = parser_of(self.description, f"presets:\n{presets}", on_cpu=True)
         rounds, add = self.settings.get("rounds", Config.rounds), parser.add_argument
         add("--preset", action="append", default=[], choices=self.presets, help="a list of shapes; repeatable")
         add("--shape", nargs="+", default=[], metavar="NAME", help="shapes by name")
@@ -149,7 +162,6 @@ class Benchmark:
         add("--rounds", type=int, default=rounds, help="visits of every implementation (default: %(default)s)")
         add("--warm-ms", type=float, default=Config.warm_ms, help="of calls before those timed (default: %(default)s)")
         add("--budget-s", type=float, default=float("inf"), help="stop after this many seconds and write what there is")
-        add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
         options = parser.parse_args(arguments)
         if options.rounds < 1:
             parser.error(f"--rounds: expected at least 1, got {options.rounds}")
@@ -175,17 +187,15 @@ class Benchmark:
         """
         begin = time.monotonic()
         options = self.options(arguments)
-        is_cuda = options.device == "cuda"
-        gpu, dtype = (torch.cuda.get_device_name(), torch.bfloat16) if is_cuda else ("cpu", torch.float32)
+        device, dtype, gpu = place_of(options.device)
         settings = {**self.settings, "rounds": options.rounds, "warm_ms": options.warm_ms}
         settings["deadline"] = begin + options.budget_s
-        config = Config(torch.device(options.device), dtype=dtype, **settings)
+        config = Config(device, dtype=dtype, **settings)
         name = "-".join([self.name, *(options.preset or ["shapes"])])
         more = {"benchmark": self.name, "rounds": options.rounds, "warm_ms": options.warm_ms}
         more["kernels"] = kernels_digest()
         result = Result(options, RESULTS / gpu_folder(gpu), name, gpu, **more)
         matmul = Matmul(config)
-        rows: list[Row] = []
         for shape in options.shapes:
             torch._dynamo.reset()  # one compilation per shape; otherwise a limit on their number ends in eager mode
             measured, failure = self.run_type(shape, options.implementations, config, matmul), ""
@@ -193,14 +203,12 @@ class Benchmark:
                 measured.run()
             except Exception as error:  # a peer's kernel can leave the GPU unusable: no reason to lose what there is
                 failure = f"a failure before: {type(error).__name__}"
-            for row in measured.rows:
+            rows = measured.rows
+            for row in rows:
                 if failure and row.get("skipped") == LEFT_OUT:
                     row["skipped"] = failure
-                print(summary(row), flush=True)
-                rows.append(row)
-            result.write(rows)
-        print(result.path)
-        return 1 if any(row.get("error") and row["impl"].startswith("dualkv") for row in rows) else 0
+            result.add(*rows, line=summary)
+        return 1 if any(row.get("error") and row["impl"].startswith("dualkv") for row in result.rows) else 0
 
 
 def chosen(every: list[Implementation], words: Sequence[str]) -> list[Implementation]:

@@ -61,12 +61,18 @@ class VisionModel(FamilyModel):
 # Published configurations. Of gpt-oss: sdpa has no sinks, and eager attention keeps every score;
 # transformers names FlashAttention-4 for it. DeepSeek's are the sizes of Moonlight-16B-A3B. Prompts
 # of VISION have two images of 1K tokens in 4K, and as many sequences in a batch as are packed.
-_READ: dict[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text())
-FAMILIES = {name: FamilyModel(**facts) for name, facts in _READ["families"].items()}
+CONFIGURATIONS: dict[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text())
+FAMILIES = {name: FamilyModel(**facts) for name, facts in CONFIGURATIONS["families"].items()}
 # Rows that nobody reads leave before layers that have the keys of earlier ones, or the last one.
-UNREAD = {name: FamilyModel(**facts) for name, facts in _READ["unread"].items()}
-VISION = {name: VisionModel(**facts) for name, facts in _READ["vision"].items()}
-ALL_MODELS: dict[str, ModelShape] = {**MODELS, **FAMILIES, **UNREAD, **VISION, "tiny": ModelShape(**_READ["tiny"])}
+UNREAD = {name: FamilyModel(**facts) for name, facts in CONFIGURATIONS["unread"].items()}
+VISION = {name: VisionModel(**facts) for name, facts in CONFIGURATIONS["vision"].items()}
+ALL_MODELS: dict[str, ModelShape] = {
+    **MODELS,
+    **FAMILIES,
+    **UNREAD,
+    **VISION,
+    "tiny": ModelShape(**CONFIGURATIONS["tiny"]),
+}
 DEFAULT_MODEL = "qwen3-8b"
 # The mean weight of norms of query and key heads. At 1 the scores of random tokens are nearly equal
 # and attention is close to an average of all values, in which an error would be lost.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+from shapes import WORDS as WORDS
 
 # Okabe and Ito's, which colour-blind readers can tell apart, by the begin of an implementation's
 # name.
@@ -18,7 +19,6 @@ COLORS = {
     "stock": "#56B4E9", "": "grey",
 }  # fmt: skip
 TEMPLATES = Path(__file__).with_name("templates")
-WORDS: dict[str, dict[str, str]] = json.loads((TEMPLATES / "labels.json").read_text())  # for what rows are named by
 Header = dict[str, Any]
 Rows = list[dict[str, Any]]
 

@@ -186,15 +186,9 @@ NAME = re.compile(
     r"(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?)?"
     r"(?:-w(?P<window>\d+K?))?(?:-c(?P<softcap>\d+))?(?P<sinks>-sinks)?"
 )
-# What people write for parts of names.
-MODEL_TITLES = {
-    "gpt-oss-20b": "gpt-oss-20b", "gemma3-4b": "Gemma 3 4B", "gemma4-e2b": "Gemma 4 E2B", "llama3.2-1b": "Llama 3.2 1B",
-    "deepseek-16b-a3b": "DeepSeek-V3 of 16B", "qwen3-vl-8b": "Qwen3-VL-8B with images",
-}  # fmt: skip
-OPTION_TITLES = {
-    "heads": "H = {}", "kv_heads": "H_k = {}", "head_dim": "d = {}", "head_dim_v": "d_v = {}", "window": "window {}",
-    "softcap": "softcap {}", "sinks": "sinks",
-}  # fmt: skip
+# What people write for parts of names, and for what rows are named by.
+WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("templates").joinpath("labels.json").read_text())
+MODEL_TITLES, OPTION_TITLES = WORDS["models"], WORDS["options"]
 
 
 def parts_of(name: str) -> dict[str, str]:

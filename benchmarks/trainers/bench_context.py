@@ -34,7 +34,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench_model import make_ids, pack, stock_step
-from command import RESULTS, Result, gpu_folder, parser_of
+from command import RESULTS, Result, gpu_folder, parser_of, place_of
 from measure import Row, relative_difference, timed
 from models import make_model
 from shapes import ALL_MODELS, Shape, parse
@@ -165,17 +165,16 @@ def compared(row: Row, found: Results, base: Results, device: torch.device) -> N
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, on_cpu=True)
     parser.add_argument("--model", choices=sorted(ALL_MODELS), help="its shape (default: qwen3-1.7b; tiny on the CPU)")
     parser.add_argument("--layers", type=int, help="as many of its layers (default: all)")
     parser.add_argument("--tokens", type=int, help="of the tree (default: 128K; 600 on the CPU)")
     parser.add_argument("--shape", type=parse, help="instead of a tree of so many tokens, as in bench_model.py")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3])
     parser.add_argument("--steps", type=int, default=3, help="that are timed, behind one that is not")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     is_cuda = options.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    device, dtype, gpu = place_of(options.device, int(os.environ.get("LOCAL_RANK", 0)))
     if is_cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():  # else by a test
@@ -186,26 +185,24 @@ def main(arguments: list[str] | None = None) -> int:
     register()
     tokens = options.tokens or (131072 if is_cuda else 600)
     shape = options.shape or long_tree(tokens, options.model or ("qwen3-1.7b" if is_cuda else "tiny"), options.layers)
-    model = make_model(shape.model, "dualkv", torch.bfloat16 if is_cuda else torch.float32, device)
-    gpu = torch.cuda.get_device_name() if is_cuda else "CPU"
+    model = make_model(shape.model, "dualkv", dtype, device)
     ranks = dist.get_world_size()
     result = Result(options, FOLDER, f"{gpu_folder(gpu)}-x{ranks}", gpu, shape=shape.name, ranks=ranks)
-    rows: list[Row] = []
+    first: Row = {}
     bases: dict[str, Results] = {}
     for mode in options.modes:
         row, found = measure(model, shape, mode, device, options.steps)
         base = "stock" if mode in STOCK else "one"
         if base in bases:
             compared(row, found, bases[base], device)
-        if rows and rows[0]["mode"] == "one":
-            row["rate_of_one"] = rows[0]["step_ms"] / row["step_ms"]
+        if first.get("mode") == "one":
+            row["rate_of_one"] = first["step_ms"] / row["step_ms"]
             if is_cuda:
-                row["memory_of_one"] = row["above_bytes"] / rows[0]["above_bytes"]
+                row["memory_of_one"] = row["above_bytes"] / first["above_bytes"]
         bases.setdefault(mode, found)
-        rows.append(row)
+        first = first or row
         if dist.get_rank() == 0:
-            print(row, flush=True)
-            result.write(rows)
+            result.add(row)
     return 0
 
 

@@ -51,11 +51,10 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench_verl import MODELS
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row, largest, timed
 from megatron_layers import grouped_experts, local_norms
-from verl_inputs import Model
+from verl_inputs import MODELS, Model
 
 from flash_attn_dualkv import PackedBatch, flash_attn_varlen_func, pack_shared_prompts, split_by_token_budget
 from flash_attn_dualkv.integrations.megatron import install, shared_prompt_forward
@@ -298,8 +297,7 @@ def main() -> int:
         gpu, what = torch.cuda.get_device_name(), {**vars(options), "version": megatron.core.__version__}
         name = f"{gpu_folder(gpu)}-{options.model}-tp{options.tensor}-pp{options.pipeline}-vpp{options.vpp}"
         del what["out"], what["name"], what["commit"]
-        print(Result(options, FOLDER, name, gpu, gpus=dist.get_world_size(), megatron=what).write(rows))
-        print(rows)
+        Result(options, FOLDER, name, gpu, gpus=dist.get_world_size(), megatron=what).add(*rows)
     dist.destroy_process_group()
     return 0
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from command import RESULTS, Result, gpu_folder, parser_of
+from command import RESULTS, Result, gpu_folder, parser_of, place_of
 from measure import Row
 from models import make_model
 from shapes import Shape, parse
@@ -140,24 +140,18 @@ def measure(pair: tuple[str, str, bool], prompts: Tensor, shape: Shape, dtype: t
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, on_cpu=True)
     parser.add_argument("--shape", type=parse, help="one group of responses of one length, as in other benchmarks")
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
-    is_cuda = options.device == "cuda"
-    shape = options.shape or parse("qwen3-1.7b-8x1Kx256" if is_cuda else "tiny-4x300x24")
-    dtype = torch.bfloat16 if is_cuda else torch.float32
+    device, dtype, gpu = place_of(options.device)
+    shape = options.shape or parse("qwen3-1.7b-8x1Kx256" if device.type == "cuda" else "tiny-4x300x24")
     generator = torch.Generator().manual_seed(3)
     (length, _), *_ = shape.nodes
-    prompts = torch.randint(shape.model.vocab, (options.prompts, length), generator=generator).to(options.device)
-    gpu = torch.cuda.get_device_name() if is_cuda else "CPU"
-    result, rows = Result(options, FOLDER, gpu_folder(gpu), gpu, shape=shape.name, prompts=options.prompts), []
+    prompts = torch.randint(shape.model.vocab, (options.prompts, length), generator=generator).to(device)
+    result = Result(options, FOLDER, gpu_folder(gpu), gpu, shape=shape.name, prompts=options.prompts)
     for pair in PAIRS:
-        rows.append(measure(pair, prompts, shape, dtype))
-        print(rows[-1], flush=True)
-        result.write(rows)
-    print(result.path)
+        result.add(measure(pair, prompts, shape, dtype))
     return 0
 
 

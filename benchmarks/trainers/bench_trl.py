@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = [one_run(name, Path(folder), options) for name in options.runs]
     gpu = next(row["device"] for row in rows if "device" in row)
-    print(Result(options, FOLDER, gpu_folder(gpu), gpu).write(rows))
+    Result(options, FOLDER, gpu_folder(gpu), gpu).add(*rows, line=lambda row: row["who"])
     return 0
 
 

@@ -18,22 +18,23 @@ import argparse
 import os
 import sys
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import command
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
 from shapes import parse
-from verl_inputs import Batch, Case, Found, Model, TreeBatch
+from verl_inputs import MODELS, Batch, Case, Found, TreeBatch
 from verl_rig import run
 
 FOLDER = RESULTS / "trainers" / "verl"
 WHO = ("verl", "plug-in")
+BRIEF = ("preset", "who", "how", "sp", "update_s", "infer_s", "error")  # of a row, as it is printed
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 DAPO = (f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean")
 FP32 = (
@@ -68,54 +69,13 @@ class Setting(NamedTuple):
         return (*DAPO, *(FP32 if self.fp32 else ()), *(fused if self.head else ()))
 
 
-OWN, PLUGIN = partial(Setting, False), partial(Setting, True)
-MODELS = {
-    "Qwen3-0.6B": Model("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
-    "Qwen3-1.7B": Model("qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True),
-    "Qwen3-8B": Model("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
-    "Qwen3-30B-A3B, 12 layers": Model("qwen3_moe", 12, 2048, 768, 32, 4, 128, 151936, False, 128, 8),
-    "Qwen3-30B-A3B, 22 layers": Model("qwen3_moe", 22, 2048, 768, 32, 4, 128, 151936, False, 128, 8, has_file=False),
-    "tiny": Model(),
-}
-PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048, shortest=0.5)
-SHORT = Batch(prompts=1, responses=16, prompt_tokens=2048, response_tokens=512, shortest=0.5)
-MATH = Batch(prompts=2, responses=16, prompt_tokens=1024, response_tokens=4096, shortest=0.25)
-TOKENS = 40960
-MATH_BUDGET = [OWN(tokens=32768), PLUGIN(tokens=32768)]
-# Prompts are those of one GPU.
-PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
-    "paper": (
-        "Qwen3-1.7B",
-        PAPER,
-        [OWN(4), OWN(8), OWN(tokens=TOKENS), PLUGIN(4), PLUGIN(8), PLUGIN(tokens=TOKENS)],
-    ),
-    "paper-8b": ("Qwen3-8B", PAPER, [OWN(4), OWN(tokens=TOKENS), PLUGIN(4), PLUGIN(8), PLUGIN(tokens=TOKENS)]),
-    "math-1k": ("Qwen3-1.7B", MATH, MATH_BUDGET),
-    "math-300": ("Qwen3-1.7B", replace(MATH, prompt_tokens=300), MATH_BUDGET),
-    "moe": ("Qwen3-30B-A3B, 12 layers", PAPER, [one(tokens=TOKENS, sp=sp) for one in (OWN, PLUGIN) for sp in (1, 2)]),
-    # With as many layers as 80 GB on each of four GPUs should hold, by 16 bytes a parameter.
-    "moe-x4": (
-        "Qwen3-30B-A3B, 22 layers",
-        PAPER,
-        [one(tokens=TOKENS, sp=sp) for sp in (4, 1) for one in (OWN, PLUGIN)],
-    ),
-    "memory": ("Qwen3-1.7B", PAPER, [OWN(32), PLUGIN(32)]),
-    "fused": (
-        "Qwen3-0.6B",
-        SHORT,
-        [OWN(4), OWN(4, head="triton"), PLUGIN(4, head="triton"), PLUGIN(16, head="triton")],
-    ),
-    "steps": ("Qwen3-0.6B", SHORT, [OWN(4), OWN(8), PLUGIN(8)]),
-    "accuracy": ("Qwen3-0.6B", SHORT, [OWN(2, fp32=True), OWN(4), OWN(8), PLUGIN(4), PLUGIN(8)]),
-    "turns": ("Qwen3-1.7B", TreeBatch.of("agentic"), [OWN(tokens=TOKENS), PLUGIN(tokens=TOKENS)]),
-    "turns-accuracy": (
-        "Qwen3-0.6B",
-        TreeBatch.of("agentic_wide"),
-        [OWN(1, fp32=True), OWN(1), OWN(tokens=16384), PLUGIN(13), PLUGIN(tokens=16384)],
-    ),
-    "tiny-turns": ("tiny", TreeBatch.of("tiny"), [OWN(1, fp32=True), PLUGIN(tokens=200)]),
-    "tiny": ("tiny", Batch(), [OWN(4, fp32=True), OWN(tokens=200), OWN(4), PLUGIN(tokens=200), PLUGIN(4)]),
-}
+def preset_of(model: str, batch: dict[str, Any], settings: list[Any]) -> tuple[str, Batch, list[Setting]]:
+    """The model, a batch, whose prompts are those of one GPU, and what is measured with them."""
+    made = TreeBatch.of(batch["tree"]) if "tree" in batch else Batch(**batch)
+    return model, made, [Setting(who == WHO[True], **facts) for who, facts in settings]
+
+
+PRESETS = {name: preset_of(**facts) for name, facts in command.PRESETS["verl"].items()}
 # Presets whose log-probabilities are compared with those of verl in fp32.
 ACCURACY = ("accuracy", "turns-accuracy")
 # Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker,
@@ -177,7 +137,7 @@ def row_of(preset: str, setting: Setting, case: Case, found: Found, gpus: int, b
     return row
 
 
-def measure(options: argparse.Namespace) -> Path:
+def measure(options: argparse.Namespace) -> None:
     every = [(preset, one) for preset in options.preset for one in PRESETS[preset][2] if options.gpus % one.sp == 0]
     # verl's own come first: a process that has loaded the plug-in never runs them again.
     every.sort(key=lambda one: one[1].shares)
@@ -189,13 +149,12 @@ def measure(options: argparse.Namespace) -> Path:
     here = Path(__file__).parent
     paths = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
     found = run([case for case, *_ in cases], options.gpus, {"PYTHONPATH": paths}, options.limit_s)
-    rows: list[Row] = []
     bases: dict[str, torch.Tensor] = {}
     for case, preset, setting in (one for one in cases if one[0].name in found):
         if found[case.name].values and not case.shares:
             bases.setdefault(preset, found[case.name].log_probs)
-        rows.append(row_of(preset, setting, case, found[case.name], options.gpus, bases.get(preset)))
-    return result.write(rows)
+        row = row_of(preset, setting, case, found[case.name], options.gpus, bases.get(preset))
+        result.add(row, line=lambda row: ", ".join(f"{key} {row[key]}" for key in BRIEF))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -212,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("There is no CUDA GPU here.", file=sys.stderr)
         return 2
     options.preset = options.preset or ["tiny" if options.cpu else "paper"]
-    print(measure(options))
+    measure(options)
     return 0
 
 

@@ -96,6 +96,12 @@ def child(engine: Engine) -> None:
                 tell({**known, **shape, "run": run, **found, **describe(llm)})
 
 
+def line(row: dict[str, Any]) -> str:
+    shape = "x".join(str(row[name]) for name in ("groups", "n", "prompt", "new"))
+    step = f"step {row['step_ms']:8.3f} ms ({row['step_ms_10']:.3f} to {row['step_ms_90']:.3f})"
+    return f"{row['who']:16} {shape:20} {step}, {row['tokens_per_s']:9.0f} tokens/s with the prefill"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--engines", nargs="+", default=["stock", "dualkv"], choices=list(ENGINES))
@@ -118,14 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.engines:  # one after another: they would share the host
         (found,) = run_engines(__file__, [(name, settings)], options.limit_s)
         rows += [{"who": name} | row for row in found]
-    for row in rows:
-        shape = "x".join(str(row[name]) for name in ("groups", "n", "prompt", "new"))
-        spread = f"{row['step_ms_10']:.3f} to {row['step_ms_90']:.3f}"
-        times = f"step {row['step_ms']:8.3f} ms ({spread}), {row['tokens_per_s']:9.0f} tokens/s with the prefill"
-        print(f"{row['who']:16} {shape:20} {times}, {row['seconds']:.2f} s, {row['steps']} steps")
     if rows:
         gpu = rows[0]["device"]
-        print(Result(options, FOLDER, gpu_folder(gpu), gpu).write(rows))
+        Result(options, FOLDER, gpu_folder(gpu), gpu).add(*rows, line=line)
     return int({row["who"] for row in rows} != set(options.engines))
 
 

@@ -8,7 +8,7 @@
 greedy: greedy tokens and their log-probabilities of an engine on this package against one of vLLM's own, up to the
 first token that differs. Differences must not be larger than those between two of vLLM's own backends.
 features: the same with a Gemma-2-like model (softcaps, windows), a gpt-oss-like one (sinks, windows, experts), with
-speculation by n-grams, and with tensor parallelism over two GPUs, where there are two (vllm_features.json).
+speculation by n-grams, and with tensor parallelism over two GPUs, where there are two (vllm_engines.json).
 invariant: with VLLM_BATCH_INVARIANT=1, log-probabilities of a request alone, among its siblings, and among copies of
 its prompt that share nothing, are equal to the bit; so are those of prompts that come in chunks. vLLM's own backend may
 differ.
@@ -32,7 +32,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import vllm_rig as rig
-from vllm_rig import ENGINES, Engine
+from vllm_rig import ENGINES, FEATURES, Engine
 
 LENGTHS = (40, 333, 1024, 2049, 3001)  # of the prompts
 RESPONSES, NEW, MODEL_LENGTH = 4, 48, 4096
@@ -40,9 +40,6 @@ LARGEST_RATIO = 1.5  # of differences of log-probabilities to those between two 
 FLOOR = 2e-3
 NAMES = ("stock", "triton", "dualkv")
 BASE: dict[str, Any] = {"model": "qwen3-1.7b", "layers": 4}
-# Settings of engines. In speculation tokens are few, so that one that is sampled has been in the
-# prompt and n-grams are proposed.
-FEATURES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("vllm_features.json").read_text())
 Sampled = tuple[list[list[int]], list[list[float]]]  # tokens and log-probabilities of each request
 
 
@@ -83,7 +80,7 @@ def child(engine: Engine, kind: str) -> None:
         rig.tell({"found": found, "about": rig.describe(llm)})
 
 
-def differences(one: Sampled, other: Sampled, *more: Sampled) -> tuple[int, float, float]:
+def differences(first: Sampled, second: Sampled, *more: Sampled) -> tuple[int, float, float]:
     """Tokens that all of them share before the first that differs, and how much the first two differ there.
 
     Returns:
@@ -91,7 +88,7 @@ def differences(one: Sampled, other: Sampled, *more: Sampled) -> tuple[int, floa
         none.
     """
     gaps = []
-    for requests, left, right in zip(zip(*(tokens for tokens, _ in (one, other, *more))), one[1], other[1]):
+    for requests, left, right in zip(zip(*(tokens for tokens, _ in (first, second, *more))), first[1], second[1]):
         same = itertools.takewhile(lambda place: len(set(place[0])) == 1, zip(zip(*requests), left, right))
         gaps += [abs(a - b) for _, a, b in same]
     return (len(gaps), statistics.fmean(gaps), max(gaps)) if gaps else (0, math.nan, math.nan)
@@ -126,7 +123,7 @@ def compared(found: dict[str, dict[str, Any]]) -> bool:
         _, _, largest = differences(stock, triton, sampled)
         fits = own_mean <= max(LARGEST_RATIO * mean, FLOOR) and own_largest <= max(LARGEST_RATIO * largest, 10 * FLOOR)
         verdict = "good" if fits else "WRONG"
-        if ENGINES[name][0].get("backend") == "CUSTOM" and not found[name]["about"].get("steps"):
+        if ENGINES[name]["settings"].get("backend") == "CUSTOM" and not found[name]["about"].get("steps"):
             fits, verdict = False, "WRONG: no step ran on this package"
         good &= fits
         print(
@@ -145,7 +142,7 @@ def check_invariant(limit: float) -> bool:
         for row in rows:
             together = row["found"]["together"]
             for case, sampled in row["found"].items():
-                apart = sum(one != other for one, other in zip(sampled[1], together[1]))
+                apart = sum(left != right for left, right in zip(sampled[1], together[1]))
                 good &= sampled == together or name.startswith("stock")
                 verdict = "equal to the bit" if sampled == together else f"DIFFERENT in {apart} requests"
                 print(f"{name}: {case} {verdict}", flush=True)

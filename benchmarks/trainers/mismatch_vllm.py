@@ -133,11 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {"model": options.model, "layers": options.layers, "options": {"gpu_memory_utilization": 0.5}}
     found = rig.run_engines(__file__, [(name, settings) for name in options.engines], options.limit_s)
     rows = [{"who": name} | row for name, told in zip(options.engines, found) for row in told]
-    print(*rows, sep="\n")
     if rows:
         gpu = rows[0]["device"]
         what = f"{options.model}, {options.layers} layers, {GROUPS} x {N} x {PROMPT} x {NEW}"
-        print(Result(options, FOLDER, f"{gpu_folder(gpu)}-{options.model}", gpu, what=what).write(rows))
+        Result(options, FOLDER, f"{gpu_folder(gpu)}-{options.model}", gpu, what=what).add(*rows)
     return int(len(rows) != len(options.engines))
 
 

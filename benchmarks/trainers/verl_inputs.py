@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from models import CONFIGURATIONS
 from shapes import parse
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -76,6 +77,10 @@ class Model:
         words = WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>")
         special = dict(eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)
+
+
+# Of Qwen3-30B-A3B as many layers as 80 GB on each of four GPUs should hold, by 16 bytes a parameter.
+MODELS = {name: Model(**facts) for name, facts in CONFIGURATIONS["trainers"].items()}
 
 
 def draw(auto: Any, config: Any, dtype: torch.dtype) -> Any:

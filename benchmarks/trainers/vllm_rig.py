@@ -28,20 +28,11 @@ from flash_attn_dualkv.cli.predict import MODELS
 
 Found = TypeVar("Found")
 MARK = "RESULT "  # in front of lines of results
-# Settings of an engine, by the name under which it is measured, and its environment.
-ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "stock": ({}, {}),
-    "stock_invariant": ({}, {"VLLM_BATCH_INVARIANT": "1"}),
-    "dualkv": ({"backend": "CUSTOM"}, {}),
-    "trainer": ({"backend": "CUSTOM", "exact": "trainer"}, {}),
-    "dualkv_invariant": ({"backend": "CUSTOM"}, {"VLLM_BATCH_INVARIANT": "1"}),
-    "triton": ({"backend": "TRITON_ATTN"}, {}),
-    # Arctic Inference's forest cascade takes the first runner, and its graphs leave attention out.
-    "arctic": (
-        {"graphs": "PIECEWISE", "runner": "1", "options": {"forest_cascade_attn_configs": "{}"}},
-        {"ARCTIC_INFERENCE_ENABLED": "1"},
-    ),
-}
+# Settings and environment of engines, by the names under which they are measured, and settings of
+# features. Arctic Inference's forest cascade takes the first runner, and its graphs leave attention
+# out. In speculation tokens are few, so that one that is sampled has been in the prompt.
+_READ: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("vllm_engines.json").read_text())
+ENGINES, FEATURES = _READ["engines"], _READ["features"]
 
 
 @dataclass
@@ -132,9 +123,9 @@ def run_engines(
     """
 
     def run(name: str, settings: dict[str, Any], gpu: dict[str, str]) -> list[Any]:
-        own, environment = ENGINES[name]
-        given = [*arguments, "--child", json.dumps(settings | own)]
-        rows, output, end = run_child(script, given, environment | gpu, limit)
+        engine = ENGINES[name]
+        given = [*arguments, "--child", json.dumps(settings | engine["settings"])]
+        rows, output, end = run_child(script, given, engine["environment"] | gpu, limit)
         print(f"{name}: {len(rows)} results, {end}", flush=True)
         if end != "exit status 0":
             print(f"{name} {settings} has FAILED: {end}\n{output[-6000:]}", flush=True)
