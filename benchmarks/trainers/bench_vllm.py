@@ -109,17 +109,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--compile", default="eager", choices=("eager", "inductor"))
-    parser.add_argument("--graphs", help="vLLM's mode of CUDA graphs")
-    parser.add_argument("--runner", choices=("1", "2"), help="vLLM's model runner")
     parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         child(Engine(**json.loads(options.child)))
         return 0
-    names = ("model", "layers", "repeat", "compile", "graphs", "runner")
-    settings = {"rollouts": options.shape} | {name: getattr(options, name) for name in names}
+    settings = {"rollouts": options.shape, "model": options.model, "layers": options.layers, "repeat": options.repeat}
     rows = []
     for name in options.engines:  # one after another: they would share the host
         (found,) = run_engines(__file__, [(name, settings)], options.limit_s)

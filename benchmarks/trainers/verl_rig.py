@@ -316,20 +316,11 @@ class Session:
         actor = self.config.actor_rollout_ref.actor
         mini = len(self.samples) // self.case.minis
         v0 = {"compute_loss": True, "multi_turn": False} if self.case.trainer == "v0" else {}
-        data = worker_input(
-            self.samples,
-            self.known,
-            self.case.trainer,
-            calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0.0,
-            distillation_use_topk=False,
-            distillation_only=False,
-            global_batch_size=mini,
-            mini_batch_size=mini,
-            epochs=1,
-            seed=actor.data_loader_seed,
-            dataloader_kwargs={"shuffle": actor.shuffle},
-            **v0,
-        )
+        settings = dict(global_batch_size=mini, mini_batch_size=mini, epochs=1, seed=actor.data_loader_seed)
+        settings |= dict(distillation_use_topk=False, distillation_only=False)
+        settings["calculate_entropy"] = actor.calculate_entropy or actor.entropy_coeff != 0.0
+        settings["dataloader_kwargs"] = {"shuffle": actor.shuffle}
+        data = worker_input(self.samples, self.known, self.case.trainer, **settings, **v0)
         output, seconds, memory = self._timed("update", self.group.share(data))
         self.found.update_s.append(seconds)
         self.found.update_gib = max(self.found.update_gib, memory)

@@ -43,7 +43,6 @@ class Engine:
         model, layers: its shape, by its name in `flash_attn_dualkv.predict`, and how many layers of it.
         backend: of attention, as vLLM names it; None: vLLM's default; CUSTOM: this package.
         exact: of this package.
-        compile: of vLLM: "eager" takes its own operators and generates no code.
         graphs: vLLM's mode of CUDA graphs; None: its default.
         runner: "1" or "2", vLLM's model runner; None: its default.
         rollouts: groups, responses of each, tokens of a prompt, fewest and most tokens of a response.
@@ -56,7 +55,6 @@ class Engine:
     layers: int = 8
     backend: str | None = None
     exact: str | None = None
-    compile: str = "eager"
     graphs: str | None = None
     runner: str | None = None
     rollouts: list[list[int]] = field(default_factory=list)
@@ -184,8 +182,9 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
             "load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": True,
             "max_num_seqs": requests, "max_model_len": length, "gpu_memory_utilization": 0.85, "seed": 0,
             "kernel_config": {"enable_flashinfer_autotune": False},
+            # vLLM's own operators, and no code that is generated.
             "compilation_config": {
-                "mode": 3, "backend": engine.compile, "cudagraph_capture_sizes": sizes, **graphs,
+                "mode": 3, "backend": "eager", "cudagraph_capture_sizes": sizes, **graphs,
             },
         }  # fmt: skip
         if engine.backend is not None:
