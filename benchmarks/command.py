@@ -221,15 +221,12 @@ def chosen(every: list[Implementation], words: Sequence[str]) -> list[Implementa
     """
     ours, *others = every
     if not words:
-        return [ours, *(one for one in others if not one.missing() and not (one.is_deterministic or one.is_optional))]
-
-    def fits(word: str, one: Implementation) -> bool:
-        return word in one.name or word == f"={one.name}"
-
-    if unknown := [word for word in words if not any(fits(word, one) for one in every)]:
-        names = ", ".join(one.name for one in every)
+        return [ours, *(impl for impl in others if not (impl.missing() or impl.is_deterministic or impl.is_optional))]
+    fitting = {word: [impl for impl in every if word in impl.name or word == f"={impl.name}"] for word in words}
+    if unknown := [word for word, found in fitting.items() if not found]:
+        names = ", ".join(impl.name for impl in every)
         raise ValueError(f"--impls: expected parts of the names {names}, got {' '.join(unknown)}")
-    return [ours, *(one for one in others if any(fits(word, one) for word in words))]
+    return [ours, *(impl for impl in others if any(impl in found for found in fitting.values()))]
 
 
 def summary(row: Row) -> str:

@@ -62,12 +62,12 @@ def check(path: Path) -> None:
 
 
 def problems_of(row: dict[str, Any], benchmark: str) -> list[str]:
-    """What is wrong with a row."""
+    """Faults of a row."""
     shape = None if benchmark == "stream" else parse(row["shape"])
     wrong = {
         "unknown": row["impl"] not in LABELS,
         f"failed: {row.get('error')}": row.get("error") and row["impl"].startswith("dualkv"),
-        "no time, and nothing says why": not any(row.get(one) for one in ("ms", "oom", "skipped", "error")),
+        "no time, and nothing says why": not any(row.get(fact) for fact in ("ms", "oom", "skipped", "error")),
         "another number of pairs": shape and row["visible_pairs"] != shape.visible_pairs,
     }
     return [f"{row['impl']} on {row['shape']}: {problem}" for problem, is_so in wrong.items() if is_so]
