@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_mismatch
+import bench_vllm
 import check_vllm
 import mismatch_vllm
 import pytest
@@ -129,3 +130,22 @@ def test_configurations(tmp_path: Path) -> None:
         assert all(
             getattr(read, key) == engine.config[key] for key in ("model_type", "layer_types") if key in engine.config
         )
+
+
+ROW = {"mean": 0.5, "largest": 1, "k3": 0, "equal": 0.25, "first_token": 0, "logprob": -3, "device": "NVIDIA H200"}
+STEP = {"groups": 1, "n": 2, "prompt": 3, "new": "4", "step_ms": 1.5, "step_ms_10": 1.0, "step_ms_90": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("module", "row"), [(bench_vllm, STEP | {"tokens_per_s": 5.0, "device": "NVIDIA H200"}), (mismatch_vllm, ROW)]
+)
+def test_rows_of_engines(module: Any, row: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows of the engines that did not fail are written, and the exit status says that one has failed."""
+    engines = Engines(row, "TRITON_ATTN")
+    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+    assert (
+        module.main(["--engines", "triton", "stock", "--out", str(tmp_path), "--commit", "0123456"]) == 1
+        and engines.count == 2
+    )
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["rows"] == [{"who": "stock"} | row]
