@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_suffix(".txt")
-FOLDERS = ("benchmarks", "csrc", "flash_attn_dualkv", "tests", "tools")
+FOLDERS = ("benchmarks", "csrc", "docs", "flash_attn_dualkv", "tests", "tools")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 IGNORED = shutil.ignore_patterns("*.so", "__pycache__", "results")
 COMPILED_FOR_THE_HOST = tuple(

@@ -93,6 +93,34 @@ def test_heads_in_chunks_temperature_and_entropy(monkeypatch: pytest.MonkeyPatch
     assert sequences.tokens
 
 
+class _ValueHead(torch.nn.Linear):
+    """What frameworks put in the place of a critic's output layer."""
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> Any:
+        return super().forward(hidden), None
+
+
+def test_values_of_a_critic() -> None:
+    """Those of the tokens before the scored ones, of each sequence alone."""
+    sequences, batch = tiny.tree()
+    model = tiny_chunk("gqa, q/k norm", tiny_config("gqa, q/k norm"))
+    model.output_layer = _ValueHead(32, 1, bias=False)
+    expected = []
+    for tokens, mask in zip(sequences.tokens, sequences.masks):
+        length = len(tokens)
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        values = model(torch.tensor([tokens]), torch.arange(length)[None], hidden)[0, :, 0]
+        expected.append(values[torch.tensor(mask).nonzero()[:, 0] - 1])
+    whole = torch.cat(expected)
+    (whole * weights_of(len(whole))).sum().backward()
+    expected_gradients = gradients(model)
+    megatron.install(model)
+    values = megatron.shared_prompt_values(model, batch)
+    check_close(values.detach(), whole.detach(), VALUE)
+    (values * weights_of(len(values))).sum().backward()
+    check_gradients(gradients(model), expected_gradients, GRADIENT)
+
+
 def test_16_bits() -> None:
     """No further from float32 than each sequence alone in bf16 is."""
     kind = "gqa, q/k norm"

@@ -51,13 +51,14 @@ SETTINGS: list[tuple[str, Any]] = [
     ("cuda_graph_impl", "local"), ("enable_cuda_graph", True),
     ("experimental_attention_variant", "dsa"), ("defer_embedding_wgrad_compute", True),
     ("moe_expert_capacity_factor", 1.0), ("moe_router_force_load_balancing", True), ("window_size", (4, 4)),
-    ("moe_input_jitter_eps", 0.1),
+    ("moe_input_jitter_eps", 0.1), ("moe_router_force_biased", 1.0), ("moe_expert_rank_capacity_factor", 1.0),
+    ("external_cuda_graph", True), ("moe_router_load_balancing_type", "quantile_balancing"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), SETTINGS)
 def test_settings(name: str, value: Any) -> None:
-    model = chunk(**{name: value})
+    model = chunk("experts", **{name: value})
     with pytest.raises(SharedPromptError, match=name):
         shared.install(model)
     # As a whole or not at all.
@@ -193,14 +194,18 @@ def test_what_a_packed_call_passes() -> None:
     mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
     with pytest.raises(SharedPromptError, match="attention_mask"):
         model(ids, None, mask, packed_seq_params=params)
-    with pytest.raises(SharedPromptLayoutError, match="input_ids"):
-        model(ids[:, 1:], None, None, packed_seq_params=params)
+    other = tiny.Sequences([ids[0].tolist()], [[0] + [1] * (rows - 1)]).pack()
+    for wrong in (ids[:, 1:], other.input_ids[None]):
+        with pytest.raises(SharedPromptLayoutError, match="input_ids"):
+            model(wrong, None, None, packed_seq_params=params)
     with pytest.raises(SharedPromptLayoutError, match="shared_prompt_layout"):  # the layout got lost
         model(ids, batch.position_ids[None], None)
     model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, rows - 1
     with pytest.raises(SharedPromptLayoutError, match=f"pad_to_multiple_of={rows - 1}"):
         model(ids, None, None, packed_seq_params=params)
     attention = model.decoder.layers[0].self_attention
+    with pytest.raises(SharedPromptError, match="in place of all masks, got attention_bias"):
+        attention.core_attention(*torch.ones(3, rows, 2, 8), None, attention_bias=mask, packed_seq_params=params)
     attention.attn_mask_type, attention.config.sequence_parallel = AttnMaskType.padding, False
     with pytest.raises(SharedPromptError, match="attn_mask_type"):
         model(ids, None, None, packed_seq_params=params)
@@ -294,6 +299,8 @@ def test_arguments() -> None:
         shared.score_logits(torch.zeros(batch.layout.num_tokens, 4), batch)
     with pytest.raises(SharedPromptLayoutError, match="scored token ids below 4, "):
         shared.score_logits(torch.zeros(1, batch.layout.num_tokens, 4), batch)
+    with pytest.raises(SharedPromptError, match=f"output layer: expected one value a row, got {tiny.VOCABULARY}"):
+        shared.shared_prompt_values(model, batch)
     for name in ("labels", "loss_mask"):
         for function in (shared.shared_prompt_forward, shared.shared_prompt_values):
             with pytest.raises(SharedPromptError, match=f"{name}: expected None .*the batch says"):

@@ -89,6 +89,17 @@ def test_replayed_routes(kind: str, batch: str, layers: int) -> None:
         check_gradients(gradients(model), expected_gradients, 2e-5)
 
 
+@pytest.mark.parametrize("columns", [(0, 1), (1, 3)])
+def test_each_layer_gets_its_own_routes(columns: tuple[int, int]) -> None:
+    """Of the layers with experts, or of all, between which dense ones lie."""
+    _, batch = tiny.tree()
+    model, routes = chunk(num_layers=4, moe_layer_freq=[0, 1, 0, 1]), drawn(batch, columns[-1] + 1)
+    megatron.install(model)
+    megatron.replay_routes(model, batch, routes)
+    found = [one.target_topk_idx[batch.row_index] for one in RouterReplay.global_router_replay_instances]
+    assert torch.equal(torch.stack(found, 1), routes[:, columns])
+
+
 def test_routes_that_are_refused() -> None:
     _, batch = tiny.tree()
     model, routes = chunk(), drawn(batch, 2)
