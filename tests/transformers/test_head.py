@@ -280,6 +280,7 @@ def test_rows_that_are_refused() -> None:
     for rows, message in (
         (batch.token_index.int(), "int64"),
         (batch.token_index - 99, "^rows: expected rows of the batch, 0 to"),
+        (torch.tensor([batch.layout.num_tokens]), "^rows: expected rows of the batch, 0 to"),
         (batch.token_index[None], "1 dimension"),
         (batch.token_index.to("meta"), "got one on meta"),
         ([0, 1], "rows"),

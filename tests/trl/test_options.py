@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_ranks
 
 pytest.importorskip("transformers")
 
@@ -118,6 +119,15 @@ def test_differences() -> None:
     assert pipeline.difference(shared, stock, 2).tolist() == [4.0, 2.5]
     assert pipeline.difference(shared[:0], stock[:0]).tolist() == [0.0, 0.0]
     assert pipeline.worst_of_ranks(torch.tensor([math.nan, 0.5])) == [math.inf, 0.5]
+
+
+def _worst(rank: int, results: Any) -> None:
+    results[rank] = fallback.worst_of_ranks(torch.tensor([float(rank), 2.0 - rank]))
+
+
+def test_ranks_take_the_worst_of_all() -> None:
+    """What one of them alone finds switches all of them off."""
+    assert run_ranks(_worst, 2) == {0: [1.0, 2.0], 1: [1.0, 2.0]}
 
 
 def test_counts() -> None:

@@ -85,6 +85,11 @@ def test_ends_of_groups_of_other_ranks_share_a_slice() -> None:
     assert sorted(sorted(one["prompt_ids"].flatten().tolist()) for one in after) == [[1, 1, 3, 3], [2, 2, 2, 2]]
 
 
+def test_slices_are_in_the_order_of_their_first_rows() -> None:
+    """Not in that of how large their groups are, by which they are filled."""
+    assert regroup.fill([[0], [1, 2], [3]], 2) == [[0, 3], [1, 2]]
+
+
 def test_a_prompt_that_is_the_end_of_another_is_another() -> None:
     """Pad tokens are no tokens of the prompt, and a prompt may hold the pad token."""
     rows = [[0, 5], [5], [0, 5], [5]]
