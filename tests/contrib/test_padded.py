@@ -97,6 +97,15 @@ def test_masks_of_zeros_and_ones(dtype: torch.dtype) -> None:
     assert torch.equal(found[0][0], found[1][0])
 
 
+def test_tokens_beside_padding_are_the_trainers() -> None:
+    """The stock forward scores a token behind a gap by the row of the gap."""
+    ids, mask, scored = _padded(_SHARED)
+    mask[0, 10] = scored[0, 10] = 0
+    scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
+    assert scores.score(tiny_model("qwen3", attention="sdpa"), ids, mask, scored) is None
+    assert scores.tally.fallbacks == {"samples": 1}
+
+
 def test_mistakes_are_errors() -> None:
     scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
     ids, mask, scored = _padded(_SHARED)

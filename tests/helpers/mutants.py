@@ -116,7 +116,8 @@ class Tree:
         subprocess.run(command, cwd=self.root, env=self.environment, check=True, capture_output=True, text=True)
 
     def test(self, tests: str, select: str) -> str:
-        """What pytest says: "passed", "failed", "hung", "crashed", or "broken" where it could not run the tests at all.
+        """The word of pytest: "passed", "failed", "hung", "crashed", "skipped" where a package is missing that all of
+        the tests need, or "broken" where it could not run the tests at all.
 
         The end of all that it says is in `output`.
         """
@@ -137,7 +138,7 @@ class Tree:
         summary = result.stdout.strip().rpartition("\n")[2]
         if " error" in summary or result.returncode not in (0, 1):
             return "broken"
-        return next((word for word in ("failed", "passed") if f" {word}" in summary), "broken")
+        return next((word for word in ("failed", "passed", "skipped") if f" {word}" in summary), "broken")
 
     def verdict(self, mutant: Mutant) -> str:
         """Applies the mutant, builds, tests, and takes it back."""

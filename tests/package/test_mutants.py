@@ -67,7 +67,10 @@ def test_tests_catch_their_mutants(mutant: Mutant, trees: Callable[[int, bool], 
     tree = trees(mutant.head_dim, mutant.only_on_host or not has_hopper())
     if mutant.is_of_kernels:
         assert unchanged(tree, mutant.tests, mutant.select) == "passed", tree.output
-    assert tree.verdict(mutant) == "caught"
+    verdict = tree.verdict(mutant)
+    if verdict == "SKIPPED":  # CI's job asks in the environments of all trainers
+        pytest.skip(f"{mutant.tests} needs a package that is not installed")
+    assert verdict == "caught"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

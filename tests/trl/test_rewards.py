@@ -169,17 +169,20 @@ def test_a_module_with_state_runs_as_often_as_in_stock(layer: int, tmp_path: Pat
 
 LEFT = {name: one.flip(1) for name, one in PADDED.items()}
 ALONE = inputs_of([[3, 4, 5], [6, 7, 8]])
+# The stock forward reads the last token that is none of padding, whatever the mask says.
+BEHIND = PADDED | dict(input_ids=PADDED["input_ids"].masked_fill(PADDED["attention_mask"] == 0, 9))
 
 
 @pytest.mark.parametrize(
     ("inputs", "reason"),
     [
         (LEFT, "samples"),
+        (BEHIND, "samples"),
         (ALONE, "dedup_ratio"),
         ({**PADDED, "output_hidden_states": True}, "arguments"),
         ({**PADDED, "position_ids": torch.arange(33)[None]}, "arguments"),
     ],
-    ids=["padding on the left", "nothing shared", "hidden states", "positions"],
+    ids=["padding on the left", "tokens behind the mask", "nothing shared", "hidden states", "positions"],
 )
 def test_fallback(inputs: dict[str, Any], reason: str, tmp_path: Path) -> None:
     made, stock = (trainer(cls, model(), tmp_path) for cls in (Ours, trl.RewardTrainer))

@@ -166,6 +166,9 @@ def test_executed_mfu(config: Any) -> None:
     assert metrics["unread_tokens"] == 7
     one, _ = FlopsCounter(config).estimate_flops([320], 2.0)
     assert metrics["mfu_executed"] < 8 * one / promised / 2 / 3
+    # With its backward a forward is three times as much.
+    in_training = shared.metrics(2.0, False)["shared_prompt/mfu_executed"][0]
+    assert in_training == pytest.approx(3 * metrics["mfu_executed"])
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
