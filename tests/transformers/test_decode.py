@@ -234,6 +234,7 @@ def test_copies_are_queued_apart(registered, steps, monkeypatch):
 
 def test_a_match_of_pages_leaves_a_token():
     """A prompt that ends with a page is matched up to that page, or its response would be written into it."""
+
     def stock(cache: Any, name: str, tokens: list[int]) -> int:
         return len(tokens) // cache.block_size * cache.block_size
 

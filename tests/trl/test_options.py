@@ -122,7 +122,7 @@ def test_differences() -> None:
 
 
 def _worst(rank: int, results: Any) -> None:
-    results[rank] = fallback.worst_of_ranks(torch.tensor([float(rank), 2.0 - rank]))
+    results[rank] = pipeline.worst_of_ranks(torch.tensor([float(rank), 2.0 - rank]))
 
 
 def test_ranks_take_the_worst_of_all() -> None:
