@@ -185,7 +185,7 @@ def pack_prefix_tree(
             trained in one sequence and not in another that shares it. None: all tokens but the first ones.
         boundary: "gather" shares all equal tokens; the row before a branch scores the first token of each child.
             "replicate" puts that row at the head of each child instead of at the node's end, so that no row scores two
-            different tokens. None: that of `tree`, or "gather".
+            different tokens. None: that of `tree`, or "replicate".
         min_shared: the fewest tokens that a node must save; where it would save fewer, its children have a copy each.
             The nodes are those with which the rows, and this many for each node with children, are fewest. None: 64.
         borders: where nodes are to begin, instead of min_shared: B sequences of rising positions, from 1 to the length
@@ -222,7 +222,7 @@ def pack_prefix_tree(
             check_count("borders", borders, total, "sequences")
             borders = [borders[index] for index in chosen]
         nodes = plan(
-            samples, boundary="gather" if boundary is None else boundary, min_shared=min_shared, borders=borders
+            samples, boundary="replicate" if boundary is None else boundary, min_shared=min_shared, borders=borders
         )
         if borders is None:
             _say_what_is_shared(nodes, samples, min_shared)
@@ -289,7 +289,7 @@ def group_by_prompt(
 def group_by_prefix(
     sequences: Sequence[TokenIds],
     *,
-    boundary: Boundary = "gather",
+    boundary: Boundary = "replicate",
     min_shared: int | None = None,
     group_ids: GroupIds | None = None,
 ) -> PrefixTree:

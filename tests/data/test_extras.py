@@ -169,7 +169,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: pack_prefix_tree(WHOLE, chosen=[4]), r"^chosen\[0\]: expected an int >= 0 and <= 3, got 4"),
     (lambda: pack_prefix_tree(WHOLE, chosen=[0], loss_mask=[[0]]), "^loss_mask: expected 4 of them"),
     (lambda: pack_prefix_tree(WHOLE[:2], tree=group_by_prefix(WHOLE)), "^tree: expected that of these 2 sequences"),
-    (lambda: pack_prefix_tree(WHOLE, tree=group_by_prefix(WHOLE), boundary="replicate"), "^boundary: .* of the tree"),
+    (lambda: pack_prefix_tree(WHOLE, tree=group_by_prefix(WHOLE), boundary="gather"), "^boundary: .* of the tree"),
     (lambda: pack_prefix_tree(WHOLE, tree=group_by_prefix(WHOLE), borders=[[]] * 4), "^borders: .* beside a tree"),
     (lambda: pack_prefix_tree(WHOLE, tree=WHOLE), "^tree: expected a PrefixTree"),
     (lambda: pack_shared_prompts([[1]], [[2]]).expand([1.0, 2.0]), "^per_sequence: expected 1 values"),

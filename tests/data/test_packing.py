@@ -220,7 +220,7 @@ def test_unpacking_values_of_another_batch() -> None:
 
 def test_unpacking_asks_where_lengths_cannot_tell() -> None:
     """As many rows as scored tokens, but other ones."""
-    batch = pack_prefix_tree([[1, 5], [1, 6], [1, 5]], min_shared=1)
+    batch = pack_prefix_tree([[1, 5], [1, 6], [1, 5]], min_shared=1, boundary="gather")
     assert batch.layout.num_tokens == 3 and batch.token_index.tolist() == [0, 0, 0]
     values = torch.tensor([1.0, 2.0, 3.0])
     with pytest.raises(SharedPromptError, match="^per_row: expected a bool"):

@@ -98,7 +98,7 @@ def test_a_tree_needs_no_operators_for_each_token_or_sequence() -> None:
         whole = [torch.cat(pair) for pair in zip(prompts, responses)]
         masks = [torch.arange(len(one)) > len(prompts[0]) for one in whole]
         with Operators() as operators:
-            batch = pack_prefix_tree(whole, loss_mask=masks, min_shared=20)
+            batch = pack_prefix_tree(whole, loss_mask=masks, min_shared=20, boundary="gather")
         assert batch.layout.depth == 2
         counts.append(Counter(operators.names))
     assert counts[0] == counts[1] == counts[2]
@@ -109,7 +109,7 @@ def test_a_tree_of_64k_tokens_is_packed_in_10_ms(samples: int, length: int) -> N
     """Of one core of the host; a half of that is usual."""
     sequences = transcripts(samples, length)
     masks = [(torch.arange(length) % 3 > 0) for _ in sequences]
-    batch = pack_prefix_tree(sequences, loss_mask=masks)
+    batch = pack_prefix_tree(sequences, loss_mask=masks, boundary="gather")
     assert batch.layout.depth > 2 and batch.dedup_ratio > 1.5
     least = least_time(10e-3, pack_prefix_tree, sequences, loss_mask=masks)
     assert least < 10e-3, f"{1e3 * least:.2f} ms"

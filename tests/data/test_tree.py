@@ -94,7 +94,7 @@ def test_no_other_nodes_save_more(forest: tuple[Lists, Lists, list[int]], min_sh
     """Among all choices of nodes, where each costs as much as min_shared tokens."""
     # Runs of equal tokens make nodes of all lengths.
     sequences = [[token for token in one for _ in range(1 + 3 * token)] for one in forest[0][:7]]
-    batch = pack_prefix_tree(sequences, min_shared=min_shared)
+    batch = pack_prefix_tree(sequences, min_shared=min_shared, boundary="gather")
     assert batch.layout.num_tokens + min_shared * len(savings(batch)) == fewest(sequences, min_shared)
 
 
@@ -115,7 +115,7 @@ def test_the_row_does_not_depend_on_the_order_of_the_sequences(
 
 def test_values_by_hand() -> None:
     """A tree in which every number can be read."""
-    batch = pack_prefix_tree(SEQUENCES, min_shared=1)
+    batch = pack_prefix_tree(SEQUENCES, min_shared=1, boundary="gather")
     assert batch.input_ids.tolist() == [5, 0, 7, 1, 2, 3, 3, 4, 8, 9, 256, 2]
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 6, 7, 8, 9, 10, 12]
     assert batch.parents.tolist() == [-1, 0, 1, 1, 3, 3, 0, -1, -1]
@@ -133,16 +133,16 @@ def test_values_by_hand() -> None:
 def test_the_default_of_min_shared() -> None:
     """A short beginning is no reason for a node."""
     system, tail = [*range(64)], [[100], [101]]
-    assert pack_prefix_tree([system[:63] + one for one in tail]).layout.num_nodes == 2
-    assert pack_prefix_tree([system + one for one in tail]).layout.num_nodes == 3
+    assert pack_prefix_tree([system[:63] + one for one in tail], boundary="gather").layout.num_nodes == 2
+    assert pack_prefix_tree([system + one for one in tail], boundary="gather").layout.num_nodes == 3
 
 
 def test_deep_and_wide_trees() -> None:
     """A comb of 1,000 turns, and 5,000 leaves below one node."""
     comb = [[*range(turn), 5000] for turn in range(1, 1001)]
-    batch = pack_prefix_tree(comb, min_shared=1)
+    batch = pack_prefix_tree(comb, min_shared=1, boundary="gather")
     assert batch.layout.depth == 1000 and batch.layout.num_tokens == 2000
-    bush = pack_prefix_tree([[1, 2, 3, end] for end in range(5000)])
+    bush = pack_prefix_tree([[1, 2, 3, end] for end in range(5000)], boundary="gather")
     assert bush.layout.node_lens == (3, *[1] * 5000) and bush.layout.depth == 2
 
 

@@ -110,9 +110,9 @@ def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None
 
 def test_borders_of_deep_and_wide_trees() -> None:
     comb = [[*range(turn), 5000] for turn in range(1, 501)]
-    tree = group_by_prefix(comb, min_shared=1)
+    tree = group_by_prefix(comb, min_shared=1, boundary="gather")
     assert [*tree.borders[-1]] == [*accumulate([1] * 499)]
-    lower = pack_prefix_tree(comb[-1:], borders=tree.borders[-1:])
+    lower = pack_prefix_tree(comb[-1:], borders=tree.borders[-1:], boundary="gather")
     assert lower.layout.node_lens == (*[1] * 499, 2)
 
 

@@ -100,7 +100,7 @@ def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
     """Two turns with two ends each: the paths are repeated, and what shares most stays together."""
     first, second = [1] * 10, ([2] * 10, [3] * 10)
     sequences = [[*first, *turn, *[end] * 5] for turn in second for end in (4, 5)]
-    tree = group_by_prefix(sequences, min_shared=1)
+    tree = group_by_prefix(sequences, min_shared=1, boundary="gather")
     assert sum(tree.node_lens) == 50
     for budget, expected in ((50, [[0, 1, 2, 3]]), (49, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
         assert split_by_token_budget(tree, max_tokens=budget) == expected
@@ -113,7 +113,7 @@ def test_large_trees_are_split_well_and_fast() -> None:
     comb = [[*range(10 * turn), 20000] for turn in range(1, 1001)]
     bush = [[*range(1000), *[2000 + at] * (50 + at % 400)] for at in range(5000)]
     for sequences, budget, least in ((comb, 10500, 1), (bush, 16384, 1 / 0.97)):
-        tree = group_by_prefix(sequences, min_shared=1)
+        tree = group_by_prefix(sequences, min_shared=1, boundary="gather")
         micro_batches = split_by_token_budget(tree, max_tokens=budget)
         assert least_time(4.0, split_by_token_budget, tree, None, None, budget) < 4.0
         assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
@@ -134,7 +134,7 @@ def test_balance(forest: Forest, num_ranks: int, token_cost: float) -> None:
     """Equal counts; the costs that decide are those of the rows and pairs that are packed."""
     sequences = forest[0]
     sequences += [[5] * 9] * (-len(sequences) % num_ranks)
-    tree = group_by_prefix(sequences, min_shared=1)
+    tree = group_by_prefix(sequences, min_shared=1, boundary="gather")
     ranks = balance(tree, num_ranks=num_ranks, token_cost=token_cost)
     assert sorted(itertools.chain(*ranks)) == [*range(len(sequences))]
     assert {len(one) for one in ranks} == {len(sequences) // num_ranks}
@@ -151,7 +151,7 @@ def test_balance_keeps_together_what_shares() -> None:
     order = [*range(16)]
     random.Random(0).shuffle(order)
     shuffled = [sequences[i] for i in order]
-    tree = group_by_prefix(shuffled, min_shared=1)
+    tree = group_by_prefix(shuffled, min_shared=1, boundary="gather")
     for num_ranks, size in ((4, 4), (2, 8), (8, 2)):
         ranks = balance(tree, num_ranks=num_ranks)
         blocks = sorted(sorted(order[i] for i in one) for one in ranks)
@@ -164,9 +164,9 @@ def test_balance_counts_paths_once() -> None:
     """A long path that is on a rank already attracts what is below it."""
     long = [1] * 1000
     sequences = [[*long, end] for end in range(2, 6)] + [[7] * 300, [8] * 300, [9] * 300, [10] * 300]
-    tree = group_by_prefix(sequences, min_shared=1)
+    tree = group_by_prefix(sequences, min_shared=1, boundary="gather")
     assert [*map(sorted, balance(tree, num_ranks=2))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    ranks = balance(group_by_prefix(sequences[:4], min_shared=1), num_ranks=2)
+    ranks = balance(group_by_prefix(sequences[:4], min_shared=1, boundary="gather"), num_ranks=2)
     assert [len(one) for one in ranks] == [2, 2]
 
 
@@ -177,7 +177,7 @@ def test_balance_is_even() -> None:
     for prompt in range(64):
         stem = [*system, *[10 + prompt] * draw.randint(100, 600)]
         sequences += [[*stem, *[1000 + end] * draw.randint(50, 1000)] for end in range(8)]
-    tree = group_by_prefix(sequences)
+    tree = group_by_prefix(sequences, boundary="gather")
     ranks = balance(tree, num_ranks=8, token_cost=10000.0)
     costs = [cost_of(one, sequences, tree, 10000.0) for one in ranks]
     assert max(costs) <= 1.08 * sum(costs) / 8
