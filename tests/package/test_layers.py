@@ -124,3 +124,34 @@ def test_no_late_imports() -> None:
             if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and [*imports(name, function)]:
                 late.add(f"{name}.{function.name}")
     assert not late, f"imports inside of functions hide circles: {sorted(late)}"
+
+
+# Where rows become forwards: the only modules that call these functions, or make another layout of one.
+HOMES = {
+    "row_inputs": {"integrations.transformers.images", "integrations.transformers.packed_forward"},
+    "late_layout": {"integrations.transformers.packed_forward"},
+    "towers_without_layout": {"integrations.transformers.packed_forward"},
+    "expect_shared_prompt": {"integrations.transformers.packed_forward", "integrations.transformers.admission.probe"},
+    "replace(layout)": {"data.batch", "integrations.transformers.packed_forward"},
+}
+
+
+def _calls(name: str) -> Iterator[str]:
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            first = ast.unparse(node.args[0]) if node.args else ""
+            is_layout = called == "replace" and (first.endswith("layout") or "LAYOUT" in first)
+            yield "replace(layout)" if is_layout else called
+
+
+def test_forwards_over_rows_are_made_in_one_place() -> None:
+    """Trainers enter `packed_forward`: who made inputs or layouts by himself would forget a part of them."""
+    found: dict[str, set[str]] = {call: set() for call in HOMES}
+    for name in MODULES:
+        for call in {*_calls(name)} & {*HOMES}:
+            found[call].add(name)
+    assert found == HOMES
+    # Engines hand the layout to models of transformers and to nobody else's.
+    outside = (name for name in MODULES if name.startswith(("integrations.trl", "integrations.common", "contrib")))
+    assert not [name for name in outside if "shared_prompt_layout" in MODULES[name].read_text(encoding="utf-8")]

@@ -67,7 +67,7 @@ def packed_row(
     Args:
         model: a causal LM or classifier of transformers, wrapped or not.
         batch: on the model's device.
-        layout: the batch's, divided among ranks, or without positions where the caller makes these; None: the batch's.
+        layout: the batch's, divided among ranks, or of `without_positions`; None: the batch's.
         drop_unread: let rows that are not read leave before the last layers, where these own no keys. Not in a divided
             row.
         rows: (n,) int64, the rows that are read of the backbone's output; None: those that score tokens.
@@ -77,6 +77,11 @@ def packed_row(
     if drop_unread and not isinstance(layout, DividedLayout):
         layout = replace(layout, late=late_layout(causal_lm, batch, rows))
     return PackedRow(causal_lm, batch, layout)
+
+
+def without_positions(batch: PackedBatch) -> SharedPromptLayout:
+    """The batch's layout for a forward to which a trainer hands its own copy of the positions, padded or sliced."""
+    return replace(batch.layout, position_ids=None)
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ...host import offsets_of, take
 from ...layout import SharedPromptLayout
 from ..common.options import Options
 from ..transformers.admission.support import is_mark_of_text
+from ..transformers.packed_forward import without_positions
 
 # The tree of a micro-batch, as a part of that of its mini-batch.
 TREE = "shared_prompt_tree"
@@ -187,8 +188,7 @@ def pack_micro_batch(
     temperature = micro_batch["temperature"]
     flags["temperature"] = float(temperature.reshape(-1)[0]) if isinstance(temperature, Tensor) else temperature
     flags["use_remove_padding"] = True
-    # Positions and layout are made here together; verl may pad and slice copies of the positions.
-    layout = replace(batch.layout, position_ids=None)
+    layout = without_positions(batch)
     scored = None
     if scored_rows and len(batch.token_index):
         rows = batch.distinct.pick(batch.token_index)
