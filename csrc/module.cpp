@@ -119,8 +119,8 @@ class Reader {
 
 // `Options` of calls.py, by the order of its fields.
 DualkvOptions options_of(py::handle given, bool deterministic) {
-  check_length(given, 8);
-  return {PyFloat_AsDouble(item(given, 0)), PyFloat_AsDouble(item(given, 4)), integer(given, 2), integer(given, 6),
+  check_length(given, 7);
+  return {PyFloat_AsDouble(item(given, 0)), PyFloat_AsDouble(item(given, 3)), integer(given, 2), integer(given, 5),
           item(given, 1) == Py_True,        deterministic};
 }
 

@@ -22,17 +22,16 @@ class Options(NamedTuple):
     """What a call computes besides its tensors.
 
     softmax_scale: factor of the scores, > 0. causal: a row sees only keys up to its own logical
-    position. window_left, window_right: positions before and behind its own that a row sees; -1 for
-    all. softcap: bound of the scores' magnitude; 0 for none. reference: compute CUDA tensors in
-    PyTorch. mean_keys: how many keys a row sees on average, by which the backward chooses its
-    kernels: a wrong number costs time. deterministic: gradients bit-identical from run to run. The
-    last two are for the backward of the call: autograd has no other way to it.
+    position. window_left: positions before its own that a row sees; -1 for all. softcap: bound of
+    the scores' magnitude; 0 for none. reference: compute CUDA tensors in PyTorch. mean_keys: how
+    many keys a row sees on average, by which the backward chooses its kernels: a wrong number costs
+    time. deterministic: gradients bit-identical from run to run. The last two are for the backward
+    of the call: autograd has no other way to it.
     """
 
     softmax_scale: float
     causal: bool
     window_left: int
-    window_right: int
     softcap: float
     reference: bool
     mean_keys: int
@@ -40,8 +39,6 @@ class Options(NamedTuple):
 
     def check_kernels(self) -> None:
         """NotImplementedError for what only the reference has."""
-        if self.window_right != -1:
-            raise NotImplementedError(f"window_right: expected -1 for the CUDA kernels, got {self.window_right}")
         if not checks.is_kernel_softcap(self.softcap):
             expected = f"0.0 or {checks.KERNEL_SOFTCAPS[0]} to {checks.KERNEL_SOFTCAPS[1]} for the CUDA kernels"
             raise NotImplementedError(f"softcap: expected {expected}, got {self.softcap}")
@@ -61,7 +58,7 @@ def make_options(
     """The options of a call; TypeError or ValueError for what the caller gave wrongly."""
     scale, softcap = checks.resolve_softmax_scale(softmax_scale, head_dim), checks.number("softcap", softcap, zero=True)
     is_deterministic = checks.flag("deterministic", deterministic)
-    return Options(scale, causal, window_left, -1, softcap, reference, mean_keys, is_deterministic)
+    return Options(scale, causal, window_left, softcap, reference, mean_keys, is_deterministic)
 
 
 class ForwardCall(NamedTuple):

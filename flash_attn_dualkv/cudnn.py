@@ -218,7 +218,7 @@ def _tried(
     if has_sinks:
         leaves.append(torch.randn(heads[0], generator=source, device=device).requires_grad_())
     (q, k, v), sinks = leaves[:3], leaves[3] if has_sinks else None
-    options = Options(dims[0] ** -0.5, True, -1, -1, 0.0, False, layout.mean_keys, False)
+    options = Options(dims[0] ** -0.5, True, -1, 0.0, False, layout.mean_keys, False)
     with torch.cuda.device(q.get_device()):
         expected = ops.attend(q, k, v, layout.nodes, options, sinks=sinks)[0]
         dout = torch.randn(expected.shape, generator=source, device=device).to(dtype)

@@ -42,25 +42,25 @@ ACCUMULATOR_ELEMENTS = 2**22
 class Visibility:
     """Visibility rule by logical positions: which keys a query sees. Defined only here.
 
-    Up to `left` positions before its own and up to `right` behind it; None for all. Causality is `right` 0.
+    Up to `left` positions before its own; None for all of them. With causality none behind it, else all.
     """
 
     left: int | None = None
-    right: int | None = None
+    causal: bool = True
 
     def key_range(self, q_first: int, q_last: int, kv_len: int) -> tuple[int, int]:
         """Keys [begin, end) outside of which no query of [q_first, q_last] sees any of the kv_len keys."""
         begin = 0 if self.left is None else max(0, q_first - self.left)
-        return begin, kv_len if self.right is None else max(0, min(kv_len, q_last + self.right + 1))
+        return begin, max(0, min(kv_len, q_last + 1)) if self.causal else kv_len
 
     def hidden(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """(queries, keys) bool, True where the query does not see the key; None if every query sees every key."""
         sees_left = self.left is None or queries[-1] - keys[0] <= self.left
-        if sees_left and (self.right is None or keys[-1] - queries[0] <= self.right):
+        if sees_left and (not self.causal or keys[-1] <= queries[0]):
             return None
         q_pos, kv_pos = (torch.arange(one.start, one.stop, device=device) for one in (queries, keys))
         distance = q_pos[:, None] - kv_pos[None, :]
-        behind = torch.zeros_like(distance, dtype=torch.bool) if self.right is None else distance < -self.right
+        behind = distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
         return behind if self.left is None else behind | (distance > self.left)
 
 
@@ -137,8 +137,7 @@ class Problem:
         sums = [one.transpose(0, 1) for one in gradients]
         storages = [tensors[at : at + 2] + sums[at : at + 2] for at in range(0, len(tensors), 2)]
         options = call.options
-        left, right = (None if one < 0 else one for one in (options.window_left, options.window_right))
-        visibility = Visibility(left, 0 if options.causal else right)
+        visibility = Visibility(None if options.window_left < 0 else options.window_left, options.causal)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         rows = by_head(q, k.shape[1])
         return Problem(rows, storages, table, options.softmax_scale, visibility, options.softcap, dtype)

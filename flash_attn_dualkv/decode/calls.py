@@ -72,7 +72,7 @@ class DecodeCall(NamedTuple):
     @property
     def options(self) -> Options:
         """The options of training's kernels, which hold for these."""
-        return Options(self.softmax_scale, True, self.window_left, -1, self.softcap, False, 0, False)
+        return Options(self.softmax_scale, True, self.window_left, self.softcap, False, 0, False)
 
 
 def pack_step(step: Step) -> tuple[Any, ...]:

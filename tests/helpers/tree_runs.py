@@ -71,7 +71,7 @@ def run_forward(inputs: Inputs, nodes: Tensor, variant: Variant = ALL) -> dict[s
     poison_free_memory()
     scale = inputs.q.shape[2] ** -0.5
     out, lse = ops.forward(
-        inputs.q, inputs.k, inputs.v, None, None, inputs.sinks, nodes, scale, variant.causal, variant.window, -1,
+        inputs.q, inputs.k, inputs.v, None, None, inputs.sinks, nodes, scale, variant.causal, variant.window,
         variant.softcap, False, MANY_KEYS, False,
     )  # fmt: skip
     return {"out": out, "lse": lse}
@@ -90,7 +90,7 @@ def run(
     poison_free_memory()
     scale = inputs.q.shape[2] ** -0.5
     out, lse = ops.forward(
-        leaves.q, leaves.k, leaves.v, None, None, leaves.sinks, nodes, scale, variant.causal, variant.window, -1,
+        leaves.q, leaves.k, leaves.v, None, None, leaves.sinks, nodes, scale, variant.causal, variant.window,
         variant.softcap, reference, mean_keys, deterministic,
     )  # fmt: skip
     gradients = torch.autograd.grad(out, leaves.tensors, inputs.dout)

@@ -179,7 +179,7 @@ def test_sequences_with_other_keys_than_queries(window: int, causal: bool, optio
     nodes = ops.sequence_nodes(cu_q, cu_k, None, None, None)
     wide = [one.detach().double().requires_grad_() for one in inputs]
     softmax_scale = options["head_dim"] ** -0.5
-    scores = (softmax_scale, causal, window, -1, 0.0)
+    scores = (softmax_scale, causal, window, 0.0)
     right, right_lse = ops.forward(*wide, None, None, None, nodes, *scores, True, MANY_KEYS, False)
     assert right_lse.isneginf().equal(empty)
     loss = (right * dout.double()).sum() + (right_lse * dlse.double()).masked_fill(empty, 0.0).sum()

@@ -435,7 +435,7 @@ def test_tables_given_to_the_operators(change: tuple[int, int, int], name: str, 
     row, column, value = change
     nodes[row, column] = value
     inputs = [arguments[one] for one in SHARED_TENSORS]
-    options = (0.5, True, -1, -1, 0.0, False, 11, False)
+    options = (0.5, True, -1, 0.0, False, 11, False)
     lse = torch.zeros(4, 6)
     for call in (
         lambda: ops.forward(*inputs, None, nodes, *options),
@@ -451,4 +451,4 @@ def test_tables_of_other_shapes_and_types() -> None:
     inputs = (arguments["q"], arguments["k"], arguments["v"], None, None, None)
     for nodes, error in ((torch.zeros(2, 7, dtype=torch.int32), ValueError), (torch.zeros(2, 8), TypeError)):
         with pytest.raises(error, match="^nodes: expected"):
-            ops.forward(*inputs, nodes, 0.5, True, -1, -1, 0.0, False, 6, False)
+            ops.forward(*inputs, nodes, 0.5, True, -1, 0.0, False, 6, False)

@@ -85,7 +85,7 @@ def test_results_are_those_of_the_reference(fake: Any, window: int | None, has_s
     layout = SharedPromptLayout.from_tree([5, 3, 1, 0, 4, 6], [-1, 0, 1, 0, 3, -1], pad=3)
     inputs = inputs_of(layout, sinks=has_sinks)
     left = -1 if window is None else window - 1
-    options = Options(0.3, True, left, -1, 0.0, False, layout.mean_keys, False)
+    options = Options(0.3, True, left, 0.0, False, layout.mean_keys, False)
     got = results(lambda one: cudnn.attend_if_chosen("auto", one.q, one.k, one.v, layout, options, one.sinks), inputs)
     expected = results(
         lambda one: shared_prompt_attention(
@@ -100,7 +100,7 @@ def test_results_are_those_of_the_reference(fake: Any, window: int | None, has_s
 
 
 def attend(layout: SharedPromptLayout, inputs: Any, backend: str = "cudnn", **changes: Any) -> Tensor | None:
-    options = Options(0.3, True, -1, -1, 0.0, False, layout.mean_keys, False)._replace(**changes)
+    options = Options(0.3, True, -1, 0.0, False, layout.mean_keys, False)._replace(**changes)
     return cudnn.attend_if_chosen(backend, inputs.q, inputs.k, inputs.v, layout, options, None)
 
 
@@ -175,7 +175,7 @@ def test_a_limit_of_sinks_alone(fake: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fake_cudnn, "flex_attn_func", limited)
     layout, inputs = small(sinks=True)
     assert attend(layout, inputs, "auto") is not None
-    options = Options(0.3, True, -1, -1, 0.0, False, layout.mean_keys, False)
+    options = Options(0.3, True, -1, 0.0, False, layout.mean_keys, False)
     with pytest.warns(UserWarning, match="what it needs on this GPU .*no gradient of the LSE"):
         assert cudnn.attend_if_chosen("auto", inputs.q, inputs.k, inputs.v, layout, options, inputs.sinks) is None
 

@@ -55,8 +55,8 @@ def nodes_of(batch: Batch) -> Tensor:
     return nodes
 
 
-# scale, causal, window_left, window_right, softcap, reference, mean_keys, deterministic
-PLAIN = (0.25, True, 7, -1, 2.0, False, 30, True)
+# scale, causal, window_left, softcap, reference, mean_keys, deterministic
+PLAIN = (0.25, True, 7, 2.0, False, 30, True)
 
 # Operators
 
@@ -105,14 +105,14 @@ def test_operators_with_one_tensor_of_keys_pass_opcheck(make: Callable[..., Call
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param((True, 3, -1, 2.0), marks=pytest.mark.slow),
-        (False, 2, 1, 0.0),
-        pytest.param((False, -1, -1, 1.5), marks=pytest.mark.slow),
+        pytest.param((True, 3, 2.0), marks=pytest.mark.slow),
+        (False, 2, 0.0),
+        pytest.param((False, -1, 1.5), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_gradcheck_of_everything_that_the_operators_offer(variant: tuple[Any, ...]) -> None:
-    """Output and LSE: windows on either side, softcaps, sinks, values of another width, and a tree in two storages."""
+    """Output and LSE: windows, softcaps, sinks, values of another width, and a tree in two storages."""
     rows = [[0, 2, 0, 0, 2, 0, -1, 4], [2, 0, 2, 2, 1, 2, 0, 3], [2, 3, 2, 4, 2, 3, 1, 3], [5, 2, 2, 3, 1, 2, 0, 4]]
     nodes, heads = torch.tensor(rows, dtype=torch.int32), (2, 1)
     generator = torch.Generator().manual_seed(0)
@@ -122,12 +122,12 @@ def test_gradcheck_of_everything_that_the_operators_offer(variant: tuple[Any, ..
 
     inputs = [normal(8, heads[0], 8)]
     inputs += [normal(count, heads[1], width) for count in (4, 2) for width in (8, 16)]
-    causal, left, right, softcap = variant
-    inputs += [normal(heads[0])] if right < 0 else []
+    causal, left, softcap = variant
+    inputs += [normal(heads[0])] if softcap else []
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         given = (*tensors, *[None] * (6 - len(tensors)))
-        out, lse = ops.forward(*given, nodes, 0.4, causal, left, right, softcap, False, 30, False)
+        out, lse = ops.forward(*given, nodes, 0.4, causal, left, softcap, False, 30, False)
         assert out.shape == (8, heads[0], 16)
         return out, lse.nan_to_num(neginf=0.0)
 
@@ -257,10 +257,8 @@ def test_tables_refuse_what_the_library_would_misread(library: Library) -> None:
     assert library.calls == [] and ops._tree_nodes_cuda(good, parents, 5).shape == (2, 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("window_right", (-1, 0, 0.0)), ("softcap", (-1, -1, 1000.1)), ("softcap", (-1, -1, 0.009))]
-)
-def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], library: Library) -> None:
+@pytest.mark.parametrize("softcap", [1000.1, 0.009])
+def test_the_kernels_refuse_what_they_lack(softcap: float, library: Library) -> None:
     """Unless the reference is asked for."""
     call = packed()
     q, k, v = call.tensors
@@ -270,9 +268,9 @@ def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], 
         (ops.unpacking(BackwardCall, ops._backward_cuda), (call.dout, None, *given, None, q, lse, call.rest.nodes)),
     ]
     for function, tensors in functions:
-        with pytest.raises(NotImplementedError, match=f"^{name}: expected .* for the CUDA kernels"):
-            function(*tensors, 0.25, True, *options, False, 9, False)
-        assert all(isinstance(one, Tensor) for one in function(*tensors, 0.25, True, *options, True, 9, False))
+        with pytest.raises(NotImplementedError, match="^softcap: expected .* for the CUDA kernels"):
+            function(*tensors, 0.25, True, -1, softcap, False, 9, False)
+        assert all(isinstance(one, Tensor) for one in function(*tensors, 0.25, True, -1, softcap, True, 9, False))
     assert library.calls == []
 
 
@@ -413,7 +411,7 @@ def test_raw_operators_refuse_tensors_of_the_wrong_rank(name: str, device: str) 
     batch = batch_of(ONE_GROUP, device)
     q, k, v, k_decoded, v_decoded = batch.inputs
     tensors = {"q": q, "k": k, "v": v, "k_decoded": k_decoded, "v_decoded": v_decoded}
-    options = ("softmax_scale", "causal", "window_left", "window_right", "softcap", "reference")
+    options = ("softmax_scale", "causal", "window_left", "softcap", "reference")
     options += ("mean_keys", "deterministic")
     rest = {"nodes": nodes_of(batch), "sinks": None, **dict(zip(options, PLAIN))}
     if name == "backward":

@@ -92,10 +92,10 @@ def test_inputs_are_not_changed() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_only_visible_blocks_are_computed(causal: bool) -> None:
     """Query blocks ask for no block of keys that they do not see anything of."""
-    visibility = reference.Visibility(right=0 if causal else None)
+    visibility = reference.Visibility(causal=causal)
     assert visibility.key_range(512, 512 + 99, 1024) == ((0, 612) if causal else (0, 1024))
     assert visibility.key_range(-7, -3, 1024) == ((0, 0) if causal else (0, 1024))
-    assert reference.Visibility(3, 2).key_range(10, 12, 1024) == (7, 15)
+    assert reference.Visibility(3, causal).key_range(10, 12, 1024) == (7, 13 if causal else 1024)
     rows = torch.zeros(1024, 1, 8)
     nodes = [tables.Node(0, 0, 0, 0, 700, 0, -1, 2), tables.Node(0, 512, 512, 700, 324, 700, 0, 2)]
     path = [reference.Keys(node, rows, rows, dtype=rows.dtype) for node in nodes]
