@@ -24,8 +24,7 @@ from ..errors import SharedPromptUnsupportedError
 from ..integrations.common.options import Options, Refusal
 from ..integrations.common.siblings import fill
 from ..integrations.common.versions import OPENRLHF
-from ..integrations.transformers.admission.support import text_config
-from ..integrations.transformers.admission.unwrap import causal_lm_of
+from ..integrations.transformers.admission.unwrap import causal_lm_of, text_config
 from .padded import PaddedScores
 
 __all__ = ["share_prompts"]

@@ -32,8 +32,9 @@ from ..host import int64s, runs, to_device
 from .common.scoring import MAX_TOKENS, MIN_SHARED, scoring_batches
 from .common.versions import LM_EVAL
 from .transformers import register, shared_prompt_logits
-from .transformers.admission.support import check_attention, check_supported, rope_class
+from .transformers.admission.table import check_attention, check_supported
 from .transformers.admission.unwrap import causal_lm_of
+from .transformers.rope import rope_class
 
 ATTENTION = "dualkv"
 

@@ -17,7 +17,7 @@ from tiny_models import TOLERANCES, check_equal, dualkv, replicated_logps, tiny_
 from torch import nn
 
 from flash_attn_dualkv import SharedPromptError, pack_shared_prompts
-from flash_attn_dualkv.integrations.transformers.admission.adapters import check_adapters
+from flash_attn_dualkv.integrations.transformers.admission.table import check_adapters
 
 # Of what changes a layer, and of what is refused, one of each way. All others behind -m slow.
 QUICK = {
@@ -60,6 +60,11 @@ def alora() -> Any:
     if not hasattr(peft.LoraConfig, "alora_invocation_tokens"):
         pytest.skip("this PEFT has no aLoRA")
     return plain(alora_invocation_tokens=[1, 2])
+
+
+def tried(model: Any) -> None:
+    with torch.no_grad():
+        dualkv.shared_prompt_forward(model, SAMPLES.pack())
 
 
 def plain(**options: Any) -> Any:
@@ -154,15 +159,18 @@ def test_a_head_whose_adapter_is_disabled_before_the_backward(options: dict[str,
     logps.sum().backward()  # now that it is enabled again
 
 
-@pytest.mark.parametrize("name", ["Prefix tuning", "Prompt tuning", "Cartridge", "X-LoRA", "Lily", "Shadow", "Poly"])
+@pytest.mark.parametrize("name", ["Prefix tuning", "Prompt tuning", "Cartridge", "Lily", "Shadow", "Poly"])
 def test_disabled_adapters_are_no_reason(name: str) -> None:
     model = adapted(KINDS[name])
-    with pytest.raises(SharedPromptError, match=f"peft_type={KINDS[name].peft_type}"):
-        check_adapters(model)
+    message = "hidden states of the model" if name == "Shadow" else f"peft_type={KINDS[name].peft_type}"
+    with pytest.raises(SharedPromptError, match=message):
+        tried(model)
     if not hasattr(model, "_adapters_disabled"):
         pytest.skip("this PEFT does not say whether adapters without layers are disabled")
     with model.disable_adapter():
         check_adapters(model)
+        if name not in ("Prefix tuning", "Prompt tuning", "Cartridge"):  # PEFT then calls what it has kept
+            tried(model)
 
 
 @pytest.mark.parametrize("name", ["MonteCLoRA", "PVeRA", "VeLoRA with batch_average", "VeLoRA with batch_average_once"])
@@ -176,3 +184,20 @@ def test_samples_at_inference_are_refused(seed: int | None) -> None:
     model = adapted(Kind("PVERA", dict(sample_at_inference=True, generator_seed=seed))).eval()
     with pytest.raises(SharedPromptError, match="PVERA with sample_at_inference=True"):
         check_adapters(model)
+
+
+# Kinds that a table had, and what says it now.
+REPRODUCED = {
+    "Adaption prompt": "a wrapper that calls the transformers model itself",
+    "MonteCLoRA": "state is the same after a packed forward .* 'expert_weights'|without random numbers",
+    "Shadow": "the same in a packed row as in rows of their own",
+    "X-LoRA": "model: expected a model whose wrappers and adapters call it once",
+}
+
+
+@pytest.mark.parametrize("name", REPRODUCED)
+def test_what_the_probe_sees_without_a_table(name: str) -> None:
+    model = adapted(KINDS[name]).train()
+    check_adapters(model)
+    with pytest.raises(SharedPromptError, match=REPRODUCED[name]):
+        tried(model)

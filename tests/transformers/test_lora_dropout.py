@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError
 from flash_attn_dualkv.integrations.common.options import Options, Refusal
-from flash_attn_dualkv.integrations.transformers.admission.adapters import lora_dropouts
-from flash_attn_dualkv.integrations.transformers.admission.first_use import check_first_use
+from flash_attn_dualkv.integrations.transformers.admission.check import check_first_use
+from flash_attn_dualkv.integrations.transformers.admission.unwrap import lora_dropouts
 
 RATE = 0.4
 REMEDIES = "set lora_dropout=0.0, or share_lora_dropout=True for one mask of the one copy"

@@ -24,7 +24,7 @@ from tiny_models import (
 from tiny_multimodal import IMAGES, image, multimodal_model
 
 from flash_attn_dualkv import SharedPromptError
-from flash_attn_dualkv.integrations.transformers.admission.support import tower_configs
+from flash_attn_dualkv.integrations.transformers.admission.unwrap import tower_configs
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 USED = [

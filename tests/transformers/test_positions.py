@@ -34,7 +34,7 @@ from flash_attn_dualkv import (
     pack_shared_prompts,
 )
 from flash_attn_dualkv.host import to_device
-from flash_attn_dualkv.integrations.transformers.admission import first_use
+from flash_attn_dualkv.integrations.transformers.admission import check
 
 BATCH = MIXED.pack()
 POSITIONS = "position_ids: expected (those of the layout's batch|batch.position_ids)"
@@ -411,7 +411,7 @@ def test_compiled_model():
         got = call(compiled, position_ids=BATCH.position_ids[None]).logits
     check_equal(got, expected, 1e-5)
     # What looks at every module is not compiled for each.
-    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(first_use._role.__wrapped__.__code__)
+    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(check._role.__wrapped__.__code__)
 
 
 def test_compiled_without_a_layout():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
+from sweep import any_model
 from tiny_models import (
     COMMON,
     FAMILIES,
@@ -27,7 +28,8 @@ from tiny_models import (
 )
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, guard, kernels
-from flash_attn_dualkv.integrations.transformers.admission import support
+from flash_attn_dualkv.integrations.transformers import forward
+from flash_attn_dualkv.integrations.transformers.admission import table
 
 BATCH = MIXED.pack()
 LOST = "shared_prompt_layout: expected consumed by 2 layers that mix tokens, got "
@@ -260,10 +262,41 @@ def test_bidirectional_masks_are_refused():
         model(**inputs())
 
 
-def test_modules_that_mix_tokens_are_refused_whatever_the_configuration_says():
-    model = tiny_model("llama")
-    model.model.layers[0].mlp.extra = torch.nn.Conv1d(32, 32, 4)
-    with pytest.raises(SharedPromptError, match=r"layers\.0\.mlp\.extra: expected a module that does not mix tokens"):
+class Retention(torch.nn.Linear):
+    """Each token with the sum of those before it."""
+
+    def forward(self, x):
+        return super().forward(x.cumsum(1))
+
+
+def add_convolution(model):
+    mlp = model.model.layers[0].mlp
+    mlp.extra = torch.nn.Conv1d(32, 32, 4, padding=3, dtype=torch.float64)
+    mlp.register_forward_hook(lambda mlp, args, out: out + mlp.extra(args[0].mT)[..., : out.shape[1]].mT)
+
+
+def add_mixer(model):
+    model.model.layers[1].mlp.up_proj = Retention(32, 48, bias=False, dtype=torch.float64)
+
+
+ROW = "hidden states of the model: expected the same in a packed row as in rows of their own"
+# What tables of modules and of configurations had, and what says it now.
+REPRODUCED = {
+    "a convolution": (lambda: tiny_model("llama"), add_convolution, f"{ROW}.*layers.0.mlp "),
+    "a class of mixers": (lambda: tiny_model("llama"), add_mixer, f"{ROW}.*up_proj .Retention"),
+    "fields of mixers": (lambda: any_model("zamba"), None, "consumed by 4 layers that mix tokens, got 2"),
+    "chunks without layer_types": (lambda: any_model("llama4_text"), None, "got one made of chunked_overlay"),
+}
+
+
+@pytest.mark.parametrize("name", REPRODUCED)
+def test_what_the_probe_sees_without_a_table(name, monkeypatch):
+    make, change, message = REPRODUCED[name]
+    monkeypatch.setattr(forward, "check_supported", lambda config: None)
+    model = make()
+    if change is not None:
+        change(model)
+    with pytest.raises(SharedPromptError, match=message):
         dualkv.shared_prompt_forward(model, BATCH)
 
 
@@ -390,7 +423,7 @@ def test_what_can_be_registered(options, message, restored_registry):
 )
 def test_what_the_kernels_lack(settings: dict[str, Any], lack: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what a GPU lacks is the next test's
-    found = support.kernels_lack(tiny_config("llama", **settings))
+    found = table.kernels_lack(tiny_config("llama", **settings))
     assert found is None if lack is None else found is not None and found.startswith(lack)
 
 
@@ -414,5 +447,5 @@ def test_heads_wider_than_256_need_kernels_for_hopper(
     monkeypatch.delenv("DUALKV_KERNELS", raising=False)
     if family is not None:
         monkeypatch.setenv("DUALKV_KERNELS", family)
-    found = support.kernels_lack(tiny_config("llama", global_head_dim=512))
+    found = table.kernels_lack(tiny_config("llama", global_head_dim=512))
     assert found == ("a head dim of 512" if is_refused else None)

@@ -16,7 +16,7 @@ from ...checks import CUDA_DTYPES, explain, spelled_flag
 from ...data.pack import group_by_prefix
 from ...data.plan import MIN_SHARED
 from ...errors import SharedPromptError, SharedPromptLayoutError
-from ..transformers.admission.support import kernels_lack
+from ..transformers.admission.table import kernels_lack
 
 PREFIX = "shared_prompt"  # of options in configurations, and of metrics
 ENVIRONMENT = "DUALKV_VERL"

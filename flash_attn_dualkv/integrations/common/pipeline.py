@@ -21,9 +21,10 @@ from ...data.samples import Samples, read_sequences
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
 from ..transformers import check_supported, register, wrap
-from ..transformers.admission import support
-from ..transformers.admission.first_use import FirstUseError, check_first_use
-from ..transformers.admission.support import check_attention, text_config
+from ..transformers.admission import table
+from ..transformers.admission.check import check_first_use
+from ..transformers.admission.table import FirstUseError, check_attention
+from ..transformers.admission.unwrap import text_config
 from .options import Options, Refusal, Refused, kernels_refusal, refusing
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def take_layouts(causal_lm: Any) -> None:
     """Let the model's attention take a layout; where it cannot, `check_attention` says so."""
     name = text_config(causal_lm.config)._attn_implementation
     known = AttentionInterface._global_mapping
-    if name in known and not hasattr(known[name], support.TAKES_LAYOUT):
+    if name in known and not hasattr(known[name], table.TAKES_LAYOUT):
         wrap((name,))
     elif name == "eager" and _has_interface(causal_lm):
         # Every model file has an eager attention of its own: there is nothing to wrap. Files of

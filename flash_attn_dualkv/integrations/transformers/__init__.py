@@ -13,7 +13,7 @@ layout (generate, evaluation, padded batches) the same model attends as a stock 
 """
 
 from ...guard import expect_shared_prompt
-from .admission.support import check_supported
+from .admission.table import check_supported
 from .attention import register, wrap
 from .classifiers import shared_prompt_values
 from .forward import shared_prompt_forward, shared_prompt_logits

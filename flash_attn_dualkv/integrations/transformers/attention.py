@@ -23,9 +23,10 @@ from ...packed_attention import BACKENDS, shared_prompt_attention
 from ...parallel.sharded import DividedLayout
 from ..common.patching import in_place_of, stock_of
 from . import patches
-from .admission.support import TAKES_LAYOUT, check_one_row, rope_of_ranks
+from .admission.table import TAKES_LAYOUT, check_one_row
 from .hybrid.layout_context import check_running
 from .masks import DeferredMask, deferred_mask, is_marked, marked
+from .rope import rope_of_ranks
 
 FALLBACKS = ("auto", "sdpa", "eager")
 # Keyword arguments of attention functions that do not change what a token attends to. Others are

@@ -16,9 +16,17 @@ from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ...host import offsets_of, to_device, untraced
-from .admission.first_use import check_first_use
-from .admission.support import check_attention, check_length, check_supported, text_config
-from .admission.unwrap import backbone_name, causal_lm_of, is_plain, kept_outputs, lock_of, replaced_forward
+from .admission.check import check_first_use
+from .admission.table import check_attention, check_length, check_supported
+from .admission.unwrap import (
+    backbone_name,
+    causal_lm_of,
+    is_plain,
+    kept_outputs,
+    lock_of,
+    replaced_forward,
+    text_config,
+)
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .packed_forward import packed_forward, packed_row
 from .query_pruning import has_foreign_forward

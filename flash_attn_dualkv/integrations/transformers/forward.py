@@ -26,9 +26,17 @@ from ...host import to_device, untraced
 from ...parallel.sharded import DividedLayout, check_divided, same_on_all_ranks
 from ...scores import rows_of_a_chunk, score_in_chunks
 from ..common.buffers import unchanged_buffers
-from .admission.first_use import check_first_use
-from .admission.support import check_attention, check_length, check_supported, text_config
-from .admission.unwrap import backbone_name, causal_lm_of, is_elsewhere, kept_outputs, lock_of, replaced_forward
+from .admission.check import check_first_use
+from .admission.table import check_attention, check_length, check_supported
+from .admission.unwrap import (
+    backbone_name,
+    causal_lm_of,
+    is_elsewhere,
+    kept_outputs,
+    lock_of,
+    replaced_forward,
+    text_config,
+)
 from .packed_forward import packed_forward, packed_row
 from .zero3 import already_gathered, gathered_modules, head_modules, score_gathered
 

@@ -17,15 +17,8 @@ from ... import checks, guard
 from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...layout import SharedPromptLayout, check_unpacked
-from .admission.first_use import check_first_use
-from .admission.support import (
-    check_length,
-    check_modules,
-    check_one_row,
-    check_positions,
-    check_supported,
-    num_mixing_layers,
-)
+from .admission.check import check_first_use
+from .admission.table import check_length, check_one_row, check_positions, check_supported, num_mixing_layers
 from .admission.unwrap import backbone_name, causal_lm_of, holds, is_replaced
 from .hybrid import prepare
 from .images import check_row_images, drop_layout, towers_of
@@ -63,7 +56,6 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True, share_lora
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
-    check_modules(stock)
     name = backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])

@@ -23,8 +23,8 @@ from ...checks import describe, explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ...parallel.sharded import DividedLayout, check_divided
-from .admission.support import media_among, tower_configs, tower_names
-from .admission.unwrap import causal_lm_of
+from .admission.table import media_among
+from .admission.unwrap import causal_lm_of, tower_configs, tower_names
 
 # Multimodal models, by `model_type`, whose images are exact in a shared prompt.
 FAMILIES = frozenset(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"))

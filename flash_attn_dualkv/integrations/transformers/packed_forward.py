@@ -20,7 +20,7 @@ from ...data.batch import PackedBatch
 from ...guard import expect_shared_prompt
 from ...layout import SharedPromptLayout
 from ...parallel.sharded import DividedLayout
-from .admission.support import num_mixing_layers
+from .admission.table import num_mixing_layers
 from .admission.unwrap import causal_lm_of
 from .images import row_inputs, towers_without_layout
 from .query_pruning import late_layout

@@ -21,7 +21,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from ...checks import explain
 from ...errors import SharedPromptError
 from ..common.patching import in_place_of, replace_once
-from .admission.support import check_one_row, text_config, tower_configs
+from .admission.table import check_one_row
+from .admission.unwrap import text_config, tower_configs
 
 # Attention implementations made by `register`, and the fallback of each.
 own_names: dict[str, str] = {}

@@ -35,7 +35,7 @@ from ...nodes import split_nodes
 from ..common.patching import Make, in_front_of, replace_all, stock_of
 from . import patches
 from .admission.decoding import SLIDING, check_decodes, tables_lack
-from .admission.support import text_config
+from .admission.unwrap import text_config
 from .attention import refuse_unknown
 
 # Attention implementations of models on a GPU and on the CPU. For names with "flash" in them

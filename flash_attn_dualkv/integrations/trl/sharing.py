@@ -31,9 +31,9 @@ from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ..common import pipeline
 from ..common.options import REASONS, Options, Refusal, Refused, refusing
 from ..common.pipeline import Tally, check_model, planned, samples_of, scattered, take_layouts
-from ..transformers.admission import support
-from ..transformers.admission.support import is_mark_of_text, text_config
-from ..transformers.admission.unwrap import backbone_name, causal_lm_of
+from ..transformers.admission import table
+from ..transformers.admission.table import is_mark_of_text
+from ..transformers.admission.unwrap import backbone_name, causal_lm_of, text_config
 from ..transformers.classifiers import check_classifier, values_of_rows
 from ..transformers.images import images_of_samples
 from ..transformers.packed_forward import PackedRow, packed_forward, packed_row
@@ -150,7 +150,7 @@ class SharedForward:
             about_dropout=" (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)",
             **self.sharing.options.first_use,
         )
-        media = support.media_among(inputs)
+        media = table.media_among(inputs)
         marks = {name for name, value in inputs.items() if is_mark_of_text(name, value)}
         given = {name for name, value in inputs.items() if value is not None and value is not False} - marks
         others = sorted(given - self.needed - self.unused - {*media})

@@ -27,11 +27,12 @@ from ...parallel.sharded import same_on_all_ranks
 from ...parallel.ulysses import UlyssesLayout
 from ..common.options import Refusal
 from ..transformers import install_layout_hook, wrap
-from ..transformers.admission.first_use import FirstUseError, check_first_use
-from ..transformers.admission.support import is_hybrid, rope_of_ranks, text_config
-from ..transformers.admission.unwrap import backbone_name, causal_lm_of
+from ..transformers.admission.check import check_first_use
+from ..transformers.admission.table import FirstUseError, is_hybrid
+from ..transformers.admission.unwrap import backbone_name, causal_lm_of, text_config
 from ..transformers.images import check_images, check_placeholders, placeholders_of
 from ..transformers.packed_forward import packed_forward, packed_row
+from ..transformers.rope import rope_of_ranks
 from . import patches
 from .micro_batches import PackedMicroBatch, images_of, pack_micro_batch, samples_with_late_images, samples_with_media
 from .sharing import SharedPrompts, register, take_micro_batches

@@ -23,7 +23,7 @@ from ...errors import SharedPromptError
 from ...host import offsets_of, take
 from ...layout import SharedPromptLayout
 from ..common.options import Options
-from ..transformers.admission.support import is_mark_of_text
+from ..transformers.admission.table import is_mark_of_text
 from ..transformers.packed_forward import without_positions
 
 # The tree of a micro-batch, as a part of that of its mini-batch.

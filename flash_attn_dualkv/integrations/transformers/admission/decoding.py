@@ -11,7 +11,8 @@ from ....checks import CUDA_DTYPES, explain
 from ....decode.calls import PAGE_ROWS
 from ....decode.plan import SharedPrefixPlan
 from ....errors import SharedPromptUnsupportedError
-from .support import check_supported, is_hybrid, kernels_lack, text_config
+from .table import check_supported, is_hybrid, kernels_lack
+from .unwrap import text_config
 
 SLIDING = "sliding_attention"  # kind of layers
 

@@ -35,8 +35,8 @@ from ....scores import current_autocast
 from ...common.buffers import Kept, described
 from .nudge import nudged
 from .side_effects import Generators, without_consequences
-from .support import FirstUseError, fields_of, num_mixing_layers, text_config
-from .unwrap import causal_lm_of, decoder_of, is_elsewhere, is_plain, replaced_forward
+from .table import FirstUseError, fields_of, num_mixing_layers
+from .unwrap import causal_lm_of, decoder_of, is_elsewhere, is_plain, replaced_forward, text_config
 
 # Length of the prompt, of each of two responses and of what is packed in front: twice 32 tokens
 # alone, 63 packed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of a model, found inside wrappers and adapters, and one of them replaced for the time of a call."""
+"""The parts of a model and of its configuration, inside of wrappers and adapters; its forward, replaced for a call."""
 
 from __future__ import annotations
 
@@ -55,6 +55,39 @@ def decoder_of(model: Any) -> Any:
     """The decoder of text tokens: of the transformers models that hold the input embeddings the innermost."""
     embeddings = model.get_input_embeddings()
     return [one for one in model.modules() if isinstance(one, PreTrainedModel) and holds(one, embeddings)][-1]
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the decoder of text tokens."""
+    return config.get_text_config(decoder=True)
+
+
+def tower_configs(config: Any) -> list[Any]:
+    """The parts of a configuration, at any depth, that do not describe the decoder of text tokens: vision, audio."""
+    parts = _parts(config)
+    if not parts:
+        return []
+    try:
+        text = text_config(config)
+    except ValueError:  # several text decoders: no layout reaches one of them
+        return []
+    return [part for part in parts if part is not text and all(inner is not text for inner in _parts(part))]
+
+
+def _parts(config: Any) -> list[Any]:
+    found = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    own = [part for part in found if hasattr(part, "get_text_config")]
+    return own + [inner for part in own for inner in _parts(part)]
+
+
+def tower_names(model: Any) -> tuple[str, ...]:
+    """The parts of a model that do not see text, as prefixes of the names of modules."""
+    configs = tower_configs(model.config) if hasattr(model, "config") else []
+    return tuple(
+        f"{name}."
+        for name, module in (model.named_modules() if configs else ())
+        if isinstance(module, PreTrainedModel) and any(module.config is config for config in configs)
+    )
 
 
 def holds(module: nn.Module, other: nn.Module) -> bool:
@@ -151,3 +184,54 @@ class _Replacement:
                 raise SharedPromptError(explain("model", expected, got))
         self._has_answered = True
         return self._forward(self._stock, *args, **inputs)
+
+
+# Adapters. PEFT itself is not imported: its models are known by what they carry.
+
+
+def is_adapter_layer(kind: Any) -> bool:
+    """Whether modules of a class are PEFT's layers: there it is a property, of transformers' models a method."""
+    return isinstance(getattr(kind, "disable_adapters", None), property)
+
+
+def wrappers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The wrappers of a model of transformers, and that model: where PEFT keeps configurations."""
+    yield model
+    if not isinstance(model, PreTrainedModel):
+        for child in model.children():
+            yield from wrappers_of(child)
+
+
+def active_adapters(model: nn.Module) -> set[str]:
+    """The names of all adapters that take part in a forward."""
+    layers: list[Any] = [module for module in model.modules() if is_adapter_layer(type(module))]
+    enabled = [layer for layer in layers if not layer.disable_adapters]
+    if layers and not enabled:
+        return set()
+    names = {name for layer in enabled for name in layer.active_adapters}
+    # Adapters without layers, such as virtual tokens: the wrapper says which one is active.
+    for wrapper in wrappers_of(model):
+        active = vars(wrapper).get("active_adapter")
+        if isinstance(active, (str, list)) and not vars(wrapper).get("_adapters_disabled", False):
+            names.update([active] if isinstance(active, str) else active)
+    return names
+
+
+def lora_dropouts(model: nn.Module) -> list[nn.Dropout]:
+    """The dropout in front of the matrices A of LoRA's layers."""
+    held = (getattr(module, "lora_dropout", None) for module in model.modules() if is_adapter_layer(type(module)))
+    dropouts = (dropout for each in held if isinstance(each, nn.ModuleDict) for dropout in each.values())
+    return [dropout for dropout in dropouts if isinstance(dropout, nn.Dropout)]
+
+
+@contextmanager
+def without_lora_dropout(model: nn.Module) -> Iterator[None]:
+    """Let LoRA's layers drop nothing for a while, whatever the mode of the model."""
+    switched = [dropout for dropout in lora_dropouts(model) if dropout.training]
+    for dropout in switched:
+        dropout.training = False
+    try:
+        yield
+    finally:
+        for dropout in switched:
+            dropout.training = True

@@ -4,34 +4,26 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdRef
 
 from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError
 from .. import hybrid, query_pruning
-from .adapters import check_adapters, is_adapter_layer, without_lora_dropout
 from .probe import Trial, is_trying
-from .support import FirstUseError, check_checkpoints, check_modules, check_noise, check_positions
-from .unwrap import decoder_of, lock_of
+from .table import FirstUseError, check_adapters, check_checkpoints, check_noise, check_positions
+from .unwrap import decoder_of, is_adapter_layer, lock_of, without_lora_dropout, wrappers_of
 
 __all__ = ["FirstUseError", "check_first_use"]
 
-# States that are remembered of a model, and kinds of hooks of all models: whoever registers another
-# hook in each step has a trial in each.
+# States that are remembered of a model: whoever wraps it anew in each step has a trial in each.
 MOST_STATES = 256
-MOST_KINDS = 4096
-# Elements of a container that are compared by value.
-MOST_ELEMENTS = 64
 
 # Factory of the error: a kept exception would hold the tensors of all frames that it has passed.
 _Error = Callable[[], SharedPromptError]
@@ -84,6 +76,10 @@ def check_first_use(
         # Those without buffers, as most heads are, ask for no trial of their own.
         stateless = [one for one in stateless if next(one.buffers(), None) is not None]
         state = (*_state_of(stock), self_check, share_lora_dropout, outer, frozenset(map(id, stateless)))
+        # Adapters without layers show in no module.
+        for wrapper in () if model is None else wrappers_of(model):
+            names = ("active_adapter", "_adapters_disabled")
+            state += (str([vars(wrapper).get(name) for name in names]),)
         if state not in known:
             if len(known) >= MOST_STATES:
                 known.clear()
@@ -97,7 +93,6 @@ def check_first_use(
 
 def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
     try:
-        check_modules(stock)
         check_positions(decoder_of(stock))
         check_noise(stock)
         if trial is not None:
@@ -112,14 +107,14 @@ def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
 def _state_of(stock: nn.Module) -> tuple[Any, ...]:
     """Equal as long as the model has the same parts, mode, dropout and active adapters; in one process, the same hooks.
 
-    Parts are the same if they are as many, of the same classes, and hooks if they run the same code on the same values:
-    who registers one anew in each step does not try the model in each. Several processes must try a model together, and
-    hooks may come on one of them alone (those of loggers, say). Every forward asks for the state, so it takes a third
-    of the time of `named_modules`.
+    Parts are the same if they are as many, of the same classes, and hooks if they run the same code: who registers one
+    anew in each step does not try the model in each. Several processes must try a model together, and hooks may come on
+    one of them alone (those of loggers, say). Every forward asks for the state, so it takes a third of the time of
+    `named_modules`.
     """
     is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     modules = kinds = training = 0
-    hooks: list[int] = []
+    hooks: list[Hashable] = []
     rates = 0.0
     adapters = set()
     pending: list[Any] = [stock]
@@ -129,76 +124,23 @@ def _state_of(stock: nn.Module) -> tuple[Any, ...]:
         kinds += id(type(module))
         if is_alone:
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-                hooks.append(_kind_of(hook))
+                hooks.append(_code_of(hook))
         training += module.training
         role = _role(type(module))  # type: ignore[arg-type]
         if role == "dropout" and module.training:
             rates += module.p
         elif role == "adapter":
             adapters.add((module.disable_adapters, tuple(getattr(module, "active_adapters", ()))))
-        pending += [one for one in module._modules.values() if one is not None]
+        pending += [child for child in module._modules.values() if child is not None]
     return modules, kinds, tuple(hooks), training, rates, frozenset(adapters)
 
 
-# By identity, as hooks may have no hash; each is there as long as its hook is.
-_kinds_of_hooks: dict[int, tuple[weakref.ref[Any], int]] = {}
-_kinds: dict[Hashable, int] = {}
-_numbers = itertools.count()
-
-
-def _kind_of(hook: Any) -> int:
-    """A number that hooks have in common if they run the same code on the same values.
-
-    The values are those that the hook had when it was first seen: a counter in its closure makes no other hook of it.
-    """
-    place = id(hook)
-    if place in _kinds_of_hooks:
-        return _kinds_of_hooks[place][1]
-    try:
-        alive = weakref.ref(hook, lambda _: _kinds_of_hooks.pop(place, None))
-    except TypeError:  # nothing would tell that it is another one's place
-        return _number_of((type(hook),))
-    number = _number_of(_print_of(hook, ()))
-    _kinds_of_hooks[place] = alive, number
-    return number
-
-
-def _number_of(kind: Hashable) -> int:
-    if kind not in _kinds:
-        if len(_kinds) >= MOST_KINDS:
-            _kinds.clear()
-        _kinds[kind] = next(_numbers)
-    return _kinds[kind]
-
-
-def _print_of(value: Any, outer: tuple[Any, ...]) -> Hashable:
-    """Equal for equal plain values, and for functions of the same code that are bound to such; else by identity."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
-        return type(value), value
-    if any(value is one for one in outer):  # a function that calls itself
-        return "outer"
-    parts: Iterable[Any]
-    if isinstance(value, FunctionType):
-        parts = value.__code__, value.__closure__, value.__defaults__, value.__kwdefaults__
-    elif isinstance(value, MethodType):
-        parts = value.__func__, value.__self__
-    elif isinstance(value, functools.partial):
-        parts = value.func, value.args, value.keywords
-    elif isinstance(value, CellType):
-        try:
-            parts = (value.cell_contents,)
-        except ValueError:  # empty yet
-            parts = ()
-    elif type(value) in (tuple, list) and len(value) <= MOST_ELEMENTS:
-        parts = value
-    elif type(value) is dict and len(value) <= MOST_ELEMENTS:
-        parts = itertools.chain.from_iterable(value.items())
-    else:
-        try:
-            return WeakIdRef(value)
-        except TypeError:  # nothing tells whether it is still there: equal to nothing
-            return object()
-    return type(value), *(_print_of(one, (*outer, value)) for one in parts)
+def _code_of(hook: Any) -> Hashable:
+    """Qualified name and code of a hook; of an object its class."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    code: Hashable = getattr(hook, "__code__", None)  # methods have their function's
+    return (type(hook) if code is None else hook.__qualname__), code
 
 
 @functools.cache
