@@ -189,7 +189,6 @@ def test_samples_at_inference_are_refused(seed: int | None) -> None:
 # Kinds that a table had, and what says it now.
 REPRODUCED = {
     "Adaption prompt": "a wrapper that calls the transformers model itself",
-    "MonteCLoRA": "state is the same after a packed forward .* 'expert_weights'|without random numbers",
     "Shadow": "the same in a packed row as in rows of their own",
     "X-LoRA": "model: expected a model whose wrappers and adapters call it once",
 }

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,17 +18,14 @@ from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError
 from .. import hybrid, query_pruning
 from .probe import Trial, is_trying
-from .table import FirstUseError, check_adapters, check_checkpoints, check_noise, check_positions
+from .side_effects import function_of
+from .table import check_adapters, check_checkpoints, check_noise, check_positions
 from .unwrap import decoder_of, is_adapter_layer, lock_of, without_lora_dropout, wrappers_of
-
-__all__ = ["FirstUseError", "check_first_use"]
 
 # States that are remembered of a model: whoever wraps it anew in each step has a trial in each.
 MOST_STATES = 256
 
-# Factory of the error: a kept exception would hold the tensors of all frames that it has passed.
-_Error = Callable[[], SharedPromptError]
-_errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Error | None]] = weakref.WeakKeyDictionary()
+_errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, SharedPromptError | None]] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable
@@ -50,7 +48,7 @@ def check_first_use(
         stock: the transformers model, inside of all wrappers, or its decoder; supported by its configuration.
         device: that of the inputs.
         model: the outermost module around it; None from inside of its forward.
-        self_check: whether the pair is tried. If not, only parts and configuration are looked at.
+        self_check: whether the pair is tried. If not, only configurations, positions and dropout are looked at.
         share_lora_dropout: let LoRA's dropout in the decoder draw one mask for the one copy of a prompt. It is switched
             off while all else is looked at and tried.
         stateless: modules whose forwards the caller runs in other numbers than stock does, so that none may change
@@ -74,12 +72,12 @@ def check_first_use(
         # Keyed by the outermost module too, which takes part in the trial.
         outer = None if model is None else weakref.ref(model)
         # Those without buffers, as most heads are, ask for no trial of their own.
-        stateless = [one for one in stateless if next(one.buffers(), None) is not None]
-        state = (*_state_of(stock), self_check, share_lora_dropout, outer, frozenset(map(id, stateless)))
+        stateless = [module for module in stateless if next(module.buffers(), None) is not None]
         # Adapters without layers show in no module.
-        for wrapper in () if model is None else wrappers_of(model):
-            names = ("active_adapter", "_adapters_disabled")
-            state += (str([vars(wrapper).get(name) for name in names]),)
+        wrappers = map(vars, wrappers_of(stock if model is None else model))
+        adapters = str([(has.get("active_adapter"), has.get("_adapters_disabled")) for has in wrappers])
+        options = adapters, self_check, share_lora_dropout, outer, frozenset(map(id, stateless))
+        state = (*_state_of(stock), *options)
         if state not in known:
             if len(known) >= MOST_STATES:
                 known.clear()
@@ -88,10 +86,11 @@ def check_first_use(
                 known[state] = _error_of(stock, trial)
         error = known[state]
     if error is not None:
-        raise error()
+        raise copy.copy(error)
 
 
-def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
+def _error_of(stock: Any, trial: Trial | None) -> SharedPromptError | None:
+    """A copy, as an error that was raised would hold the tensors of all frames that it has passed."""
     try:
         check_positions(decoder_of(stock))
         check_noise(stock)
@@ -100,7 +99,7 @@ def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
     except SharedPromptLayoutError:  # something on the layout's way, which may be mended
         raise
     except SharedPromptError as error:
-        return functools.partial(type(error), *error.args)
+        return copy.copy(error)
     return None
 
 
@@ -137,10 +136,9 @@ def _state_of(stock: nn.Module) -> tuple[Any, ...]:
 
 def _code_of(hook: Any) -> Hashable:
     """Qualified name and code of a hook; of an object its class."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    code: Hashable = getattr(hook, "__code__", None)  # methods have their function's
-    return (type(hook) if code is None else hook.__qualname__), code
+    function = function_of(hook)
+    code: Hashable = getattr(function, "__code__", None)  # methods have their function's
+    return (type(function) if code is None else function.__qualname__), code
 
 
 @functools.cache

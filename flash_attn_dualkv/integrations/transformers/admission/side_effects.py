@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forwards without consequences: what they draw, count or write is as it was before.
+"""Forwards without side effects: what they draw, count or write is afterwards as it was before.
 
 A forward that only tries something out must not move the random numbers of a training run, the bias that a router keeps
 in a buffer, or the counter of somebody's hook.
@@ -15,7 +15,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 # package's have none.
 BOOKKEEPERS = ("torch.", "deepspeed.", "accelerate.", "flash_attn_dualkv.")
 
+# Functions of a generator: to read its state, to write it, and to seed it.
+_Source = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
+
 
 class Generators:
     """What a forward draws from: the default generators of PyTorch, Python and NumPy, and those of the model's own.
@@ -39,62 +42,55 @@ class Generators:
     """
 
     def __init__(self, model: nn.Module, devices: Iterable[torch.device]) -> None:
-        indices = {one.index or 0 for one in devices if one.type == "cuda"}
-        torchs = [torch.default_generator, *(torch.cuda.default_generators[one] for one in sorted(indices))]
-        self._sources = [_Source(random.getstate, random.setstate, random.seed)]
+        indices = {device.index or 0 for device in devices if device.type == "cuda"}
+        torchs = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(indices))]
+        self._sources: list[_Source] = [(random.getstate, random.setstate, random.seed)]
         if (numpy := sys.modules.get("numpy")) is not None:
-            self._sources.append(_Source(numpy.random.get_state, numpy.random.set_state, numpy.random.seed))
+            self._sources.append((numpy.random.get_state, numpy.random.set_state, numpy.random.seed))
         others = {id(value): _source_of(value) for value in (*torchs, *(value for value, _ in _variables(model)))}
-        self._sources += [one for one in others.values() if one is not None]
+        self._sources += [source for source in others.values() if source is not None]
 
     def read(self) -> list[Any]:
         """States of all generators."""
-        return [one.read() for one in self._sources]
+        return [read() for read, _, _ in self._sources]
 
     def write(self, states: list[Any]) -> None:
-        for source, state in zip(self._sources, states):
-            source.write(state)
+        for (_, write, _), state in zip(self._sources, states):
+            write(state)
 
     def seed(self, number: int) -> list[Any]:
         """Seed all generators; returns their states."""
-        for source in self._sources:
-            source.seed(number)
+        for _, _, seed in self._sources:
+            seed(number)
         return self.read()
 
     def have_moved(self, since: list[Any]) -> bool:
-        return any(not _is_same(one, other) for one, other in zip(self.read(), since))
-
-
-class _Source(NamedTuple):
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-    seed: Callable[[int], Any]
+        return not all(map(_is_same, self.read(), since))
 
 
 def _source_of(value: Any) -> _Source | None:
     """An object as a source of random numbers, if it is one."""
     if isinstance(value, torch.Generator):
-        return _Source(value.get_state, value.set_state, value.manual_seed)
+        return value.get_state, value.set_state, value.manual_seed
     if isinstance(value, random.Random):
-        return _Source(value.getstate, value.setstate, value.seed)
+        return value.getstate, value.setstate, value.seed
     inner = getattr(value, "bit_generator", None)  # NumPy's Generator
     if inner is None or type(inner).__module__.partition(".")[0] != "numpy":
         return None
     write = functools.partial(setattr, inner, "state")
-    return _Source(lambda: inner.state, write, lambda number: write(type(inner)(number).state))
+    return lambda: inner.state, write, lambda number: write(type(inner)(number).state)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (tuple, dict)):  # NumPy: names, numbers and arrays
-        parts = (one, other) if isinstance(one, tuple) else (one.values(), other.values())
+def _is_same(state: Any, other: Any) -> bool:
+    if isinstance(state, (tuple, dict)):  # NumPy: names, numbers and arrays
+        parts = (state, other) if isinstance(state, tuple) else (state.values(), other.values())
         return all(map(_is_same, *parts))
-    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+    same = state == other
+    return bool(same.all() if hasattr(same, "all") else same)
 
 
 @contextmanager
-def without_consequences(
+def without_side_effects(
     model: nn.Module, devices: Iterable[torch.device]
 ) -> Iterator[tuple[Generators, dict[str, Kept]]]:
     """Put back generators, small buffers and frozen parameters, and what modules and hooks count, on leaving.
@@ -104,18 +100,14 @@ def without_consequences(
     generators = Generators(model, devices)
     states = generators.read()
     buffers = buffers_of(model.named_modules())
-    frozen = [Kept.of(name, one) for name, one in model.named_parameters() if not one.requires_grad]
-    restore = [*(one.put_back for one in (*buffers.values(), *frozen)), *_kept_counters(model)]
+    frozen = [Kept.of(name, tensor) for name, tensor in model.named_parameters() if not tensor.requires_grad]
+    restore = [*(kept.put_back for kept in (*buffers.values(), *frozen)), *_kept_counters(model)]
     try:
         yield generators, buffers
     finally:
         generators.write(states)
-        for one in restore:
-            one()
-
-
-# Value of a variable, and its setter.
-_Variable = tuple[Any, Callable[[Any], None]]
+        for put_back in restore:
+            put_back()
 
 
 def _kept_counters(model: nn.Module) -> Iterator[Callable[[], None]]:
@@ -131,46 +123,44 @@ def _kept_counters(model: nn.Module) -> Iterator[Callable[[], None]]:
             yield Kept.of("", value).put_back
 
 
-def _variables(model: nn.Module) -> Iterator[_Variable]:
-    """What modules and their hooks may count in, or draw from."""
+def _variables(model: nn.Module) -> Iterator[tuple[Any, Callable[[Any], None]]]:
+    """What modules and their hooks may count in, or draw from: values, and setters of their variables.
+
+    A hook has its closure, the object that it is a method of, and attributes of its own.
+    """
     for module in model.modules():
-        if not _is_of(type(module), BOOKKEEPERS):
-            yield from _named(vars(module), _OF_EVERY_MODULE)
+        spaces = [] if _is_of(type(module), BOOKKEEPERS) else [vars(module)]
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            yield from _variables_of(hook)
+            function = function_of(hook)
+            if comes_from(function, BOOKKEEPERS):
+                continue
+            owner = getattr(function, "__self__", function)
+            spaces += [] if isinstance(owner, nn.Module) else [getattr(owner, "__dict__", {})]
+            for cell in getattr(function, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # it has no value yet
+                    yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+        for space in spaces:
+            for name, value in space.items():
+                if name not in _OF_EVERY_MODULE:
+                    yield value, functools.partial(space.__setitem__, name)
 
 
 def comes_from(hook: Any, packages: tuple[str, ...]) -> bool:
     """Whether a hook is of one of some packages, whose names end with a point."""
+    function = function_of(hook)
+    is_function = isinstance(function, (types.FunctionType, types.MethodType))
+    return _is_of(function if is_function else type(function), packages)
+
+
+def function_of(hook: Any) -> Any:
+    """A hook without arguments that are bound to it."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    is_function = isinstance(hook, (types.FunctionType, types.MethodType))
-    return _is_of(hook if is_function else type(hook), packages)
+    return hook
 
 
 def _is_of(kind: Any, packages: tuple[str, ...]) -> bool:
     return f"{getattr(kind, '__module__', '')}.".startswith(packages)
-
-
-def _variables_of(hook: Any) -> Iterator[_Variable]:
-    """What a hook may count in: its closure, the object that it is a method of, attributes of its own."""
-    if isinstance(hook, functools.partial):
-        yield from _variables_of(hook.func)
-        return
-    if comes_from(hook, BOOKKEEPERS):
-        return
-    owner = hook.__self__ if isinstance(hook, types.MethodType) else hook
-    if not isinstance(owner, nn.Module):
-        yield from _named(getattr(owner, "__dict__", {}))
-    for cell in getattr(hook, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it has no value yet
-            yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
-
-
-def _named(namespace: dict[str, Any], others: frozenset[str] = frozenset()) -> Iterator[_Variable]:
-    for name, value in namespace.items():
-        if name not in others:
-            yield value, functools.partial(namespace.__setitem__, name)
 
 
 def _refill(container: Any, before: Any) -> None:

@@ -44,12 +44,9 @@ _LORA_REMEDIES = (
 class FirstUseError(SharedPromptError):
     """A model is not exact on shared prompts in its present mode and with its present adapters."""
 
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message, reason)
+    def __init__(self, message: str, reason: str = "self_check") -> None:
+        super().__init__(message)
         self.reason = reason  # "dropout", "noise" or "self_check"
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def check_supported(config: Any) -> None:
@@ -178,7 +175,7 @@ def check_positions(backbone: nn.Module) -> None:
         raise SharedPromptError(explain("model", expected, f"that of {type(backbone).__name__}"))
     for name, table in _position_tables(backbone):
         # RoBERTa and its like reserve a position for padding: the first token gets the next one.
-        if getattr(table, "padding_idx", None) is not None:
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
             raise SharedPromptError(explain(name, "positions that begin at 0", f"{table.padding_idx + 1}"))
 
 
@@ -258,16 +255,16 @@ def check_noise(model: Any) -> None:
         is_noise = _NOISE_FIELDS.search(field) and not _NOISE_OF_OTHER_HEADS.match(field)
         if is_noise and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
             message = explain(f"config.{field}", "0 in training mode", value)
-            raise FirstUseError(f"{message}{reason}{_remedy(model)}", "dropout")
+            raise FirstUseError(f"{message}{reason}{_remedy(model, model)}", "dropout")
 
 
-def _remedy(model: Any, dropout: nn.Module | None = None) -> str:
-    """What to set, to be rid of a module of dropout or of another one."""
-    if any(dropout is one for one in lora_dropouts(decoder_of(model))):
+def _remedy(model: Any, source: nn.Module) -> str:
+    """The setting that switches noise off: of a module of dropout, or of the model by its configuration."""
+    if any(source is dropout for dropout in lora_dropouts(decoder_of(model))):
         return _LORA_REMEDIES
-    if any(dropout is one for one in lora_dropouts(model)):
+    if any(source is dropout for dropout in lora_dropouts(model)):
         return "lora_dropout=0.0, or leave this module out of LoRA's target_modules"
-    if isinstance(model, GenericForTokenClassification) and dropout is getattr(model, "dropout", model):
+    if isinstance(model, GenericForTokenClassification) and source is getattr(model, "dropout", None):
         return "classifier_dropout=0.0 in its configuration (from_pretrained takes it)"
     return "it to 0 before the model is made, or use model.eval()"
 
@@ -328,6 +325,9 @@ def _adapter_lacks(config: Any, training: bool) -> str | None:
     samples_always = getattr(config, "sample_at_inference", None)  # a field of PVeRA alone
     if samples_always or (training and samples_always is not None):
         return f"peft_type={kind} with sample_at_inference={samples_always} (it draws a sample for every token)"
+    # Drawn ahead of many forwards, so that in a probe's no generator moves.
+    if training and getattr(config, "monteclora_config", None) is not None:
+        return "monteclora_config in training mode (it draws noise on its weights in every forward)"
     # A probe computes no gradients.
     projection = getattr(getattr(config, "velora_config", None), "init_type", "random")
     if training and projection != "random":

@@ -54,7 +54,7 @@ def backbone_name(causal_lm: Any) -> str | None:
 def decoder_of(model: Any) -> Any:
     """The decoder of text tokens: of the transformers models that hold the input embeddings the innermost."""
     embeddings = model.get_input_embeddings()
-    return [one for one in model.modules() if isinstance(one, PreTrainedModel) and holds(one, embeddings)][-1]
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and holds(part, embeddings)][-1]
 
 
 def text_config(config: Any) -> Any:
@@ -92,7 +92,7 @@ def tower_names(model: Any) -> tuple[str, ...]:
 
 def holds(module: nn.Module, other: nn.Module) -> bool:
     """Whether a module is another one, or contains it."""
-    return any(one is other for one in module.modules())
+    return any(part is other for part in module.modules())
 
 
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
