@@ -190,8 +190,8 @@ class Trial:
                     limits[name] = max(limits.get(name, 1.0), FACTOR * difference)
             if not self._agreed(bool(_odd(found, limits))):
                 return
-        names = [name for name in _odd(found, limits) if name]
-        self._refuse_state(names, "whose state is the same after a packed forward as after one of the sequences")
+            names = [name for name in _odd(found, limits) if name]
+            self._refuse_state(names, "whose state is the same after a packed forward as after one of the sequences")
         self._refuse_rows(pair, found[""], limits[""])
 
     def _differences(self, outcome: Outcome, other: Outcome) -> dict[str, float]:
