@@ -8,8 +8,8 @@
 #include <optional>
 #include <sstream>
 
-#include "decode_memory.h"
-#include "kernels/decode_combine.h"
+#include "decode/combine.h"
+#include "decode/memory.h"
 #include "kernels/scores.h"
 #include "kernels/sink_gradient.h"
 #include "work_lists.h"

@@ -48,7 +48,7 @@ struct BackwardKernel : Launches<BackwardParams<T>> {
 template <typename T>
 struct BackwardDqKernel : Launches<BackwardDqParams<T>> {};
 
-// Decode over pages (decode_params.h).
+// Decode over pages (decode/kernel_params.h).
 template <typename T>
 struct DecodeParams;
 template <typename T>

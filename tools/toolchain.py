@@ -228,10 +228,13 @@ class KernelSource:
 
 
 def kernel_sources(root: Path, head_dims: Iterable[int] = HEAD_DIMS) -> list[KernelSource]:
-    """The .cu files of csrc/kernels and, limited to `head_dims`, csrc/instances; the slowest to compile come first."""
+    """All .cu files, those of csrc/instances limited to `head_dims`; the slowest to compile come first."""
     wanted = set(head_dims)
-    sources = [KernelSource(path, "sm80", None) for path in sorted(root.glob("csrc/kernels/*.cu"))]
-    for path in sorted(root.glob("csrc/instances/*.cu")):
+    sources = []
+    for path in sorted(root.glob("csrc/*/*.cu")):
+        if path.parent.name != "instances":
+            sources.append(KernelSource(path, "sm80", None))
+            continue
         match = re.fullmatch(r"(sm80|sm90)_\w+_d(\d+)(?:v\d+)?", path.stem)
         if not match:
             raise BuildError(f"{path}: expected a name such as sm80_forward_d128.cu")

@@ -6,8 +6,8 @@
 
 #include <vector>
 
-#include "core/decode.h"
 #include "core/kernel_traits.h"
+#include "decode/geometry.h"
 #include "sm80/tile.h"
 
 namespace dualkv::sm80 {

@@ -5,11 +5,11 @@
 
 #include <cuda_runtime.h>
 
+#include "decode/sm80.h"
 #include "dispatch.h"
 #include "sm80/backward.h"
 #include "sm80/backward_dq.h"
 #include "sm80/convert.h"
-#include "sm80/decode.h"
 #include "sm80/forward.h"
 
 namespace dualkv::sm80 {

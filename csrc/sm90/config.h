@@ -2,9 +2,9 @@
 // Tile sizes per head dimension on Hopper: 227 KB of shared memory, one block a multiprocessor.
 #pragma once
 
-#include "core/decode.h"
 #include "core/kernel_traits.h"
 #include "core/siblings.h"
+#include "decode/geometry.h"
 #include "tile/smem_tile.h"
 
 namespace dualkv::sm90 {

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "decode/sm90.h"
 #include "dispatch.h"
 #include "sm90/backward.h"
 #include "sm90/backward_columns.h"
@@ -14,7 +15,6 @@
 #include "sm90/backward_mla.h"
 #include "sm90/backward_wide.h"
 #include "sm90/convert.h"
-#include "sm90/decode.h"
 #include "sm90/forward.h"
 #include "sm90/tensor_map.h"
 

@@ -7,7 +7,7 @@ up to its own position that lie in its window. Only rows of these keys are read:
 pages hold, NaN included, has no effect. Keys are taken block by block, so that memory stays
 bounded; 16-bit numbers are computed in float32, float64 stays float64.
 
-Contents are clamped as csrc/decode_params.h says: wrong ones give wrong numbers, never an access
+Contents are clamped as csrc/decode/kernel_params.h says: wrong ones give wrong numbers, never an access
 outside the cache.
 """
 

@@ -25,7 +25,7 @@ MAX_KEYS = 1 << 16  # of a request
 
 
 class Item(NamedTuple):
-    """As csrc/core/decode.h describes it."""
+    """As csrc/decode/geometry.h describes it."""
 
     request: int
     row: int

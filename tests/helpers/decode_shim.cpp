@@ -2,7 +2,7 @@
 // Where a decoding plan's memory holds what, the steps of its items, and their tiles.
 #define DUALKV_BUILD_ARCHS "90"
 #define DUALKV_BUILD_PTX "90"
-#include "decode_memory.h"
+#include "decode/memory.h"
 
 using namespace dualkv;
 

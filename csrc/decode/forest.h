@@ -12,8 +12,8 @@
 //     request 3                | leaf
 #pragma once
 
-#include "kernels/block_sort.h"
-#include "kernels/shared_prefixes.h"
+#include "decode/block_sort.h"
+#include "decode/shared_prefixes.h"
 
 namespace dualkv {
 

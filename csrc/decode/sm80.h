@@ -10,7 +10,7 @@
 // V_n during Q K^T; blocks that share a multiprocessor fill each other's waits.
 #pragma once
 
-#include "kernels/decode_rows.h"
+#include "decode/rows.h"
 #include "sm80/config.h"
 
 namespace dualkv::sm80 {

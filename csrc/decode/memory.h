@@ -2,7 +2,7 @@
 // The memory of a decoding plan, which the caller keeps from step to step. It begins as zeros.
 #pragma once
 
-#include "kernels/decode_plan.h"
+#include "decode/plan.h"
 #include "problem.h"
 #include "work_lists.h"
 

@@ -8,7 +8,7 @@
 //     request 2   | 7 | 3 | 9 | 4 | 8 |     owns 8, follows 1 for four pages
 #pragma once
 
-#include "kernels/decode_plan.h"
+#include "decode/plan.h"
 
 namespace dualkv {
 

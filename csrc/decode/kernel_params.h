@@ -2,8 +2,8 @@
 // What the kernels of decoding receive: pages, the plan's memory, and a call.
 #pragma once
 
-#include "core/decode.h"
 #include "core/kernel_traits.h"
+#include "decode/geometry.h"
 #include "params.h"
 
 namespace dualkv {

@@ -3,7 +3,7 @@
 // accumulators of m16 products. Masks, the states that pass from item to item, and the results.
 #pragma once
 
-#include "kernels/paged_rows.h"
+#include "decode/paged_rows.h"
 #include "ptx/memory.h"
 #include "tile/mask.h"
 #include "tile/online_softmax.h"

@@ -4,7 +4,7 @@
 // waits for them.
 #pragma once
 
-#include "decode_params.h"
+#include "decode/kernel_params.h"
 #include "ptx/cp_async.h"
 #include "tile/smem_tile.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A warp has a row of one head, and a lane the same columns of each of its splits.
-#include "kernels/decode_combine.h"
+#include "decode/combine.h"
 
-#include "kernels/early_launch.h"
+#include "decode/early_launch.h"
 #include "tile/numerics.h"
 #include "tile/online_softmax.h"
 

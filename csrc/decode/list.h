@@ -2,7 +2,7 @@
 // Lists of items of a decoding step, from its forest. One block of kListThreads threads makes them.
 #pragma once
 
-#include "kernels/decode_forest.h"
+#include "decode/forest.h"
 
 namespace dualkv {
 

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "decode_params.h"
+#include "decode/kernel_params.h"
 
 namespace dualkv {
 

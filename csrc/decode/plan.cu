@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Launches that make the plan of a decoding step. Where the GPU can, each is let in when the one
 // before has begun, reads what does not depend on it, and waits for its end.
-#include "kernels/decode_list.h"
-#include "kernels/early_launch.h"
+#include "decode/early_launch.h"
+#include "decode/list.h"
 
 namespace dualkv {
 namespace {

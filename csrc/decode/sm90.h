@@ -11,7 +11,7 @@
 // finish it: no deadlock, whatever runs at the same time.
 #pragma once
 
-#include "kernels/decode_rows.h"
+#include "decode/rows.h"
 #include "sm90/config.h"
 #include "sm90/tile.h"
 
