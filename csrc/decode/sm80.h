@@ -3,7 +3,7 @@
 // that it waits for: whoever has the first open item can finish it. An item is 64 rows of queries,
 // 16 a warp: the queries and heads of all requests that share its keys.
 //
-//   S = Q K^T;  P = exp(S - max);  O += P V        (as in forward.h, in its order: the same bits)
+//   S = Q K^T;  P = exp(S - max);  O += P V     (as in sm80/forward.h, in its order: the same bits)
 //
 // The state of a row (O, maximum, sums) passes from item to item through memory. While a block
 // waits for states it loads its queries and its first keys. K_n+1 is loaded during softmax and P V,

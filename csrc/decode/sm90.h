@@ -3,7 +3,7 @@
 // asynchronous copies of 16 bytes, wherever pages lie, and one of consumers, 64 rows of queries:
 // the queries and heads of all requests that share an item's keys.
 //
-//   S = Q K^T;  P = exp(S - max);  O += P V        (as in forward.h, in its order: the same bits)
+//   S = Q K^T;  P = exp(S - max);  O += P V     (as in sm90/forward.h, in its order: the same bits)
 //
 // The state of a row (O, maximum, sums) passes from item to item through memory. Producers never
 // wait for states: while consumers do, the ring fills. Blocks take items in the order of the list,
@@ -315,7 +315,7 @@ struct DecodeConsumer {
         take_scores(now);
       }
       rescaling = to_probabilities(now, item, walk.tile(step), true, softmax);
-      // Here, as in forward.h: the compiler moves nothing across its loop.
+      // Here, as in sm90/forward.h: the compiler moves nothing across its loop.
       if (!Config::kScoresAhead && step + 1 < tiles) wait_k();
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);

@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "sm80/launch.h"
+#include "decode/sm80_launch.h"
 
 DUALKV_SM80_DECODE(128);

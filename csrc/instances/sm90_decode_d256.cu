@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "sm90/launch.h"
+#include "decode/sm90_launch.h"
 
 DUALKV_SM90_DECODE(256);

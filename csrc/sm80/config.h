@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "core/kernel_traits.h"
-#include "decode/geometry.h"
 #include "sm80/tile.h"
 
 namespace dualkv::sm80 {
@@ -44,29 +43,6 @@ template <>
 struct ForwardConfig<256, Footprint::full> : ForwardTiles<256, 128, 64, 8, 1> {};
 template <>
 struct ForwardConfig<256, Footprint::compact> : ForwardTiles<256, 64, 64, 4, 1> {};
-
-// Decode: KV tiles of the forward, because their keys decide the bits of a row.
-template <int kHeadDim_, int kBlocksPerSm_>
-struct DecodeTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kDecodeRows;
-  static constexpr int kBlockN = ForwardConfig<kHeadDim, Footprint::full>::kBlockN;
-  static constexpr int kThreads = kDecodeThreads, kBlocksPerSm = kBlocksPerSm_;
-  static constexpr bool kSumsDq = false;
-  using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileKv = SmemTile<kBlockN, kHeadDim>;
-  static constexpr int kSharedBytes = TileQ::kBytes + 2 * TileKv::kBytes;
-};
-
-template <int kHeadDim, Footprint kFootprint>
-struct DecodeConfig;
-template <>
-struct DecodeConfig<64, Footprint::full> : DecodeTiles<64, 2> {};
-template <>
-struct DecodeConfig<128, Footprint::full> : DecodeTiles<128, 3> {};
-template <>
-struct DecodeConfig<256, Footprint::full> : DecodeTiles<256, 1> {};
-static_assert(ForwardConfig<256, Footprint::compact>::kBlockN == DecodeConfig<256, Footprint::full>::kBlockN,
-              "both forwards have the tiles of decode");
 
 // How 8 warps share a product: kRows x kCols warps over its result.
 template <int kRows_, int kCols_>

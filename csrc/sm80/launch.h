@@ -3,25 +3,13 @@
 // of them.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include "decode/sm80.h"
-#include "dispatch.h"
+#include "kernels/launch.h"
 #include "sm80/backward.h"
 #include "sm80/backward_dq.h"
 #include "sm80/convert.h"
 #include "sm80/forward.h"
 
 namespace dualkv::sm80 {
-
-template <class Kernel, typename... Params>
-void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
-            const Params&... params) {
-  if (blocks == 0) return;
-  allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params...);
-  check_cuda(cudaGetLastError());
-}
 
 template <typename T, class Config>
 ForwardKernel<T> forward_kernel() {
@@ -56,15 +44,6 @@ BackwardDqKernel<T> backward_dq_kernel() {
   return {{run}};
 }
 
-template <typename T, class Config>
-DecodeKernel<T> decode_kernel() {
-  const auto run = [](const DecodeParams<T>& p, cudaStream_t stream) {
-    launch(dualkv_sm80_decode<T, Config>, int64_t{Config::kBlocksPerSm} * p.shape.num_sms, Config::kThreads,
-           Config::kSharedBytes, stream, p);
-  };
-  return {{run}, Config::kBlocksPerSm};
-}
-
 // Registers the kernels of all footprints for each element type. `make(element, config)` makes one
 // of them.
 template <template <typename> class Kernel, template <int, Footprint> class Config, int kHeadDim, class Make>
@@ -86,4 +65,3 @@ bool register_kernels(Make make) {
 #define DUALKV_SM80_BACKWARD(head_dim) DUALKV_SM80_REGISTER(BackwardKernel, BackwardConfig, head_dim, backward_kernel)
 #define DUALKV_SM80_BACKWARD_DQ(head_dim) \
   DUALKV_SM80_REGISTER(BackwardDqKernel, BackwardDqConfig, head_dim, backward_dq_kernel)
-#define DUALKV_SM80_DECODE(head_dim) DUALKV_SM80_REGISTER(DecodeKernel, DecodeConfig, head_dim, decode_kernel)

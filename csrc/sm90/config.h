@@ -4,7 +4,6 @@
 
 #include "core/kernel_traits.h"
 #include "core/siblings.h"
-#include "decode/geometry.h"
 #include "tile/smem_tile.h"
 
 namespace dualkv::sm90 {
@@ -74,39 +73,6 @@ template <int kHeadDim, int kHeadDimV>
 struct NarrowForwardConfig : ForwardConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 80, 2> {};
-
-// Decode: the tiles of the forward, because their keys decide the bits of a row. Two blocks share a
-// multiprocessor where they fit, so that one loads while the other waits for states.
-//
-// kScoresAhead_: scores of the next tile are computed during the softmax of this one, as far as
-// registers go. A lone walk is bound by latency.
-template <int kHeadDim_, int kStagesQ_, int kStagesKv_, int kBlocks_, bool kScoresAhead_ = false>
-struct DecodeTiles {
-  static constexpr bool kScoresAhead = kScoresAhead_;
-  static constexpr int kHeadDim = kHeadDim_, kBlockN = ForwardConfig<kHeadDim, kHeadDim>::kBlockN;
-  static constexpr int kStagesQ = kStagesQ_, kStagesKv = kStagesKv_, kWorkSlots = 2, kBlocks = kBlocks_;
-  static constexpr int kThreads = 2 * kWarpgroup;
-  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
-  using TileQ = SmemTile<kDecodeRows, kHeadDim>;
-  using TileKv = SmemTile<kBlockN, kHeadDim>;
-  static constexpr int kOffsetK = kStagesQ * TileQ::kBytes;
-  static constexpr int kOffsetV = kOffsetK + kStagesKv * TileKv::kBytes;
-  static constexpr int kTileBytes = kOffsetV + kStagesKv * TileKv::kBytes;
-  static constexpr int kRestBytes = 448;
-  static constexpr int kSharedBytes = kTileBytes + 1024;  // the block aligns its tiles itself
-  // A multiprocessor has 228 KB, of which it keeps 1 KB a block.
-  static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024, "blocks must fit a Hopper multiprocessor");
-  static_assert(kProducerRegisters + kConsumerRegisters == 256, "two blocks have all registers");
-};
-
-template <int kHeadDim>
-struct DecodeConfig;
-template <>
-struct DecodeConfig<64> : DecodeTiles<64, 2, 3, 2> {};
-template <>
-struct DecodeConfig<128> : DecodeTiles<128, 2, 2, 2, true> {};
-template <>
-struct DecodeConfig<256> : DecodeTiles<256, 1, 2, 1> {};
 
 // The backward kernels need every register.
 struct BackwardRegisters {
@@ -288,12 +254,6 @@ constexpr KernelTraits forward_traits() {
   if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>();
   traits.siblings = Config::kSiblings;
   return traits;
-}
-
-template <int kHeadDim>
-constexpr KernelTraits decode_traits() {
-  using Config = DecodeConfig<kHeadDim>;
-  return {Arch::sm90, {kHeadDim, kHeadDim}, {kDecodeRows, Config::kBlockN, Config::kSharedBytes}};
 }
 
 template <int kHeadDim, int kHeadDimV>

@@ -3,12 +3,9 @@
 // of them.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <type_traits>
 
-#include "decode/sm90.h"
-#include "dispatch.h"
+#include "kernels/launch.h"
 #include "sm90/backward.h"
 #include "sm90/backward_columns.h"
 #include "sm90/backward_dq.h"
@@ -30,15 +27,6 @@ template <typename T>
 RegionMaps region_maps(const KvRegions<const T>& kv, const Extents& rows, const ProblemShape& shape, int block_n) {
   return {kv_maps(kv.keys, rows.key_rows, shape, block_n),
           kv_maps(kv.decoded, rows.decoded_rows, shape, block_n)};
-}
-
-template <class Kernel, typename... Params>
-void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
-            const Params&... params) {
-  if (blocks == 0) return;
-  allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params...);
-  check_cuda(cudaGetLastError());
 }
 
 template <typename T, class Config, bool kSoftcap>
@@ -163,25 +151,6 @@ bool register_backward_dq() {
   });
 }
 
-template <typename T, class Config, bool kSoftcap>
-void launch_decode_blocks(const DecodeParams<T>& p, cudaStream_t stream) {
-  launch(dualkv_sm90_decode<T, Config, kSoftcap>, Config::kBlocks * p.shape.num_sms, Config::kThreads,
-         Config::kSharedBytes, stream, p);
-}
-
-template <int kHeadDim>
-bool register_decode() {
-  return for_element_types([](auto element) {
-    using T = decltype(element);
-    using Config = DecodeConfig<kHeadDim>;
-    const auto run = [](const DecodeParams<T>& p, cudaStream_t stream) {
-      p.shape.softcap.exists() ? launch_decode_blocks<T, Config, true>(p, stream)
-                               : launch_decode_blocks<T, Config, false>(p, stream);
-    };
-    add_kernel<DecodeKernel<T>>(decode_traits<kHeadDim>(), {{run}, Config::kBlocks});
-  });
-}
-
 }  // namespace dualkv::sm90
 
 // (head dim), or (head dim of q and k, head dim of v)
@@ -191,5 +160,3 @@ bool register_decode() {
   [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward<__VA_ARGS__>()
 #define DUALKV_SM90_BACKWARD_DQ(...) \
   [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward_dq<__VA_ARGS__>()
-#define DUALKV_SM90_DECODE(...) \
-  [[maybe_unused]] static const bool registered = dualkv::sm90::register_decode<__VA_ARGS__>()

@@ -13,16 +13,16 @@ LAYERS = {
     "core": {"core"},
     "tile": {"tile", "core", "ptx"},
     "kernels": {"kernels", "core", "tile", "ptx", "params.h"},
-    "sm80": {"sm80", "decode", "kernels", "core", "tile", "ptx", "params.h"},
-    "sm90": {"sm90", "decode", "kernels", "core", "tile", "ptx", "params.h"},
+    "sm80": {"sm80", "kernels", "core", "tile", "ptx", "params.h"},
+    "sm90": {"sm90", "kernels", "core", "tile", "ptx", "params.h"},
     "decode": {"decode", "sm80", "sm90", "kernels", "core", "tile", "ptx", "params.h"},
-    "instances": {"sm80", "sm90"},
+    "instances": {"sm80", "sm90", "decode"},
     "params.h": {"core"},
     "dispatch.h": {"core", "params.h"},
 }
 # Files of the host: those with launches, which check and register them, and a plan's memory.
 HOST = re.compile(
-    r"sm\d+/launch\.h|sm90/tensor_map\.cpp|\w+/\w+\.cu|decode/(early_launch|memory)\.h|dispatch\.cpp"
+    r"kernels/launch\.h|sm90/tensor_map\.cpp|\w+/\w+\.cu|decode/(early_launch|memory)\.h|dispatch\.cpp"
 )
 # Plain C++ outside of core.
 PLAIN = ("decode/geometry.h", "decode/kernel_params.h")
