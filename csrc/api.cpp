@@ -147,44 +147,24 @@ std::string explain_call(Call asked, const DualkvOptions& options, int device, c
   return text.str();
 }
 
-// Those built for q, k and v of one head dim, divided by spaces.
-template <class Kernel>
-std::string equal_head_dims(Arch arch) {
-  std::string found;
-  int last = 0;
-  for (const KernelTraits& kernel : registry<Kernel>().traits) {
-    if (kernel.arch != arch || kernel.dims.qk != kernel.dims.v || kernel.dims.qk == last) continue;
-    last = kernel.dims.qk;
-    found += (found.empty() ? "" : " ") + std::to_string(last);
-  }
-  return found;
-}
-
 std::string describe_build() {
   std::ostringstream text;
   text << "archs\t" DUALKV_BUILD_ARCHS "\nptx\t" DUALKV_BUILD_PTX "\ncuda\t" << CUDART_VERSION / 1000 << '.'
        << CUDART_VERSION % 1000 / 10 << '\n';
   for (Arch arch : {Arch::sm80, Arch::sm90}) {
-    text << "head_dims " << name_of(arch) << '\t' << equal_head_dims<ForwardKernel<AnyElement>>(arch) << '\n';
-    text << "backward_head_dims " << name_of(arch) << '\t' << equal_head_dims<BackwardKernel<AnyElement>>(arch) << '\n';
+    const auto list = [&](const char* direction, const std::vector<KernelTraits>& kernels) {
+      text << direction << ' ' << name_of(arch) << '\t' << equal_head_dims(kernels, arch) << '\n';
+    };
+    list("head_dims", registry<ForwardKernel<AnyElement>>().traits);
+    list("backward_head_dims", registry<BackwardKernel<AnyElement>>().traits);
   }
   return text.str();
 }
 
-// The decode kernel for a plan's head dim on a card, by element type the same index. Heads are
-// never padded. What decides is what decides for the forward: with its tiles come its bits.
+// By element type the same index.
 int find_decode(const DualkvDecodePlan& plan, const Gpu& gpu) {
-  const std::vector<KernelTraits>& traits = registry<DecodeKernel<AnyElement>>().traits;
-  const bool takes_hopper = gpu.capability == 9 && !wants_portable_kernels();
-  int found = -1;
-  for (int i = 0; i < static_cast<int>(traits.size()); ++i) {
-    if (traits[i].dims.qk != plan.head_dim) continue;
-    if (traits[i].arch == Arch::sm80 || takes_hopper) found = i;  // Hopper's come last
-  }
-  if (found >= 0) return found;
-  throw std::invalid_argument("head_dim: expected one of those that this build has decode kernels for (" +
-                              equal_head_dims<DecodeKernel<AnyElement>>(Arch::sm80) + "), got " +
-                              std::to_string(plan.head_dim));
+  return choose_decode_kernel(registry<DecodeKernel<AnyElement>>().traits, static_cast<int>(plan.head_dim), gpu,
+                              wants_portable_kernels());
 }
 
 // A device that has kernels, as the policy sees it.

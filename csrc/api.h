@@ -82,7 +82,8 @@ typedef struct {
   const int32_t* boundaries;    // (requests): where each request's keys are cut into two nodes
   // (requests): an earlier request or -1, and how many of its first pages the request has, too.
   const int32_t *parents, *shared_pages;
-  // max_keys: of a request; split_keys: whole tiles of so many make a split, 0: nothing is divided.
+  // max_keys: of a request. split_keys: whole tiles of so many make a split; 0: nothing is divided,
+  // -1: core/plan_decode.h says how many.
   int64_t max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, split_keys;
   void* memory;
 } DualkvDecodePlan;

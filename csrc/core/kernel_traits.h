@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the host knows of a kernel: for which head dims it is built, its tiles, and what it can do.
+// What the policy knows of a kernel, for which head dims it is built, its tiles and what it can do,
+// and of a card.
 #pragma once
 
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace dualkv {
 
@@ -43,5 +46,27 @@ struct KernelTraits {
 
   bool has_narrow() const { return narrow.block_n > 0; }
 };
+
+// What the policy knows of a card.
+struct Gpu {
+  int capability;  // the major number of its compute capability
+  int num_sms;
+  int shared_bytes;  // the most that a block may have
+  double gigabytes_per_s;
+
+  double bandwidth_per_sm() const { return gigabytes_per_s / num_sms; }
+};
+
+// Head dims of q, k and v alike that a family has kernels for, divided by spaces.
+inline std::string equal_head_dims(const std::vector<KernelTraits>& kernels, Arch arch) {
+  std::string found;
+  int last = 0;
+  for (const KernelTraits& kernel : kernels) {
+    if (kernel.arch != arch || kernel.dims.qk != kernel.dims.v || kernel.dims.qk == last) continue;
+    last = kernel.dims.qk;
+    found += (found.empty() ? "" : " ") + std::to_string(last);
+  }
+  return found;
+}
 
 }  // namespace dualkv

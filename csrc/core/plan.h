@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Which kernels a call runs, and how: the one place that decides. A plan is a pure function of the
 // call, the kernels that there are and the card. Everything else only launches it, or prints it
-// (core/explain.h).
+// (core/explain.h). Decoding has its own (core/plan_decode.h).
 #pragma once
 
 #include <stdexcept>

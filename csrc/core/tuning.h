@@ -11,16 +11,6 @@
 
 namespace dualkv {
 
-// What the policy knows of a card.
-struct Gpu {
-  int capability;  // the major number of its compute capability
-  int num_sms;
-  int shared_bytes;  // the most that a block may have
-  double gigabytes_per_s;
-
-  double bandwidth_per_sm() const { return gigabytes_per_s / num_sms; }
-};
-
 // Where a kernel pair of one choice of head dims changes its way. Averages are over all rows,
 // without their window. A threshold of 0 is reached by nothing but an average of 0 keys.
 //

@@ -2,6 +2,7 @@
 // Lists of items of a decoding step, from its forest. One block of kListThreads threads makes them.
 #pragma once
 
+#include "core/plan_decode.h"
 #include "decode/forest.h"
 
 namespace dualkv {
@@ -21,8 +22,6 @@ struct Padding {
   }
   __device__ int row(int index) const { return index < before ? index : end + index - before; }
 };
-
-constexpr int kFewestFolds = 4;
 
 // Leaves and branches in the order of the list, each with its items. Tiles that are left on a path
 // are all below the first: a branch that ends at tile T has T of them.
@@ -58,9 +57,6 @@ struct DecodeOrder {
     __syncthreads();
   }
 
-  // An item folds all splits that its leaf has for itself where what comes behind the leaf keeps
-  // all blocks busy for as long: the end of the list, and a list of few long walks, stay divided.
-  // So do leaves with two or three splits: to fold those of 16 x 16 x 1K takes 3% longer.
   __device__ void choose_folds(int64_t* sums) const {
     running_sums(
         units, sums,
@@ -72,7 +68,7 @@ struct DecodeOrder {
           const int unit = in_order[units - 1 - i];
           if (!is_leaf(unit)) return;
           const int splits = all_splits(unit) - a.splits.low(first_tile(unit));
-          f.folds(unit) = splits >= kFewestFolds && behind >= int64_t{a.blocks} * walk_of(unit) ? splits : 0;
+          f.folds(unit) = splits >= kFewestFolds && keeps_blocks_busy(behind, a.blocks, walk_of(unit)) ? splits : 0;
         });
   }
 

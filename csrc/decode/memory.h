@@ -2,6 +2,7 @@
 // The memory of a decoding plan, which the caller keeps from step to step. It begins as zeros.
 #pragma once
 
+#include "core/plan_decode.h"
 #include "decode/plan.h"
 #include "problem.h"
 #include "work_lists.h"
@@ -35,7 +36,8 @@ struct DecodeMemory {
     for (int** array : {&plan.parents, &plan.shared_columns}) *array = scratch.take(requests);
     plan.forest = scratch.take(int64_t{kForestInts} * requests);
     DecodeLists& lists = plan.lists;
-    plan.splits = {static_cast<int>(ceil_div(asked.split_keys, int64_t{block_n}))};
+    const int64_t split_keys = asked.split_keys < 0 ? decode_split_keys(asked.max_keys) : asked.split_keys;
+    plan.splits = {static_cast<int>(ceil_div(split_keys, int64_t{block_n}))};
     states.per_row = most_splits(asked, plan.splits, block_n);
     lists.alone_capacity = leaves, lists.shared_capacity = leaves * (states.per_row + kLevels);
     lists.shared = scratch.take<DecodeItem>(lists.shared_capacity);
@@ -78,7 +80,7 @@ struct DecodeMemory {
     expect(asked.queries, asked.max_queries, "queries");
     expect(asked.num_pages, INT_MAX, "num_pages", 1);
     expect(asked.max_keys, kMostKeys, "max_keys");
-    expect(asked.split_keys, kMaxPosition, "split_keys");
+    expect(asked.split_keys, kMaxPosition, "split_keys", -1);
     expect(asked.columns * asked.page_size, asked.max_keys, "keys of a request, pages times their size");
     expect(asked.requests * asked.columns, INT_MAX, "entries of the block table");
     expect(asked.max_queries * asked.num_heads, kMostRows, "max_queries times num_heads");

@@ -25,7 +25,8 @@ MOST_REQUESTS, MOST_KEYS = 4096, 1 << 25
 class Limits(NamedTuple):
     """What is fixed for a plan's life: what its memory has room for, and the model's shape.
 
-    max_keys: of a request. split_keys: of a split, with `exact="split"`, rounded up to tiles; else 0.
+    max_keys: of a request. split_keys: of a split, rounded up to tiles; 0 where walks are not divided, -1 as many as
+    the library chooses.
     """
 
     max_requests: int
@@ -110,7 +111,7 @@ def check_limits(limits: Limits) -> None:
     most = {"max_requests": MOST_REQUESTS, "max_keys": MOST_KEYS}
     for name, value in zip(Limits._fields[:-1], limits):
         checks.integer(name, value, 1, most.get(name, MAX_ROWS))
-    checks.integer("split_keys", limits.split_keys, 0, MAX_ROWS)
+    checks.integer("split_keys", limits.split_keys, -1, MAX_ROWS)
     if limits.page_size % PAGE_ROWS:
         raise ValueError(explain("page_size", f"a multiple of {PAGE_ROWS}", limits.page_size))
     if limits.num_heads % limits.num_kv_heads:

@@ -14,10 +14,10 @@ from . import contents
 from .calls import MOST_KEYS, Limits, Step, check_limits, check_step, check_table
 from .operators import make_plan
 
-SPLIT_KV_HEADS = 2  # with so few, a walk of 8K keys takes longer than memory does
-# Keys of a split, at least, and the most splits of a request, which bound the memory of its
-# states. Reading and writing the states of 64 rows is 6% of the traffic of 1K keys.
-SPLIT_KEYS, MOST_SPLITS = 1024, 32
+# The default of `exact` decides what bits are equal to, on the CPU as well, where there is no
+# library to ask: with so few KV heads a walk of 8K keys takes longer than memory does.
+SPLIT_KV_HEADS = 2
+SPLIT_KEYS = -1  # as many as the library chooses (csrc/core/plan_decode.h)
 
 
 def make_memory(limits: Limits, device: torch.device) -> Tensor | None:
@@ -91,7 +91,7 @@ class SharedPrefixPlan:
             exact = "split" if num_kv_heads <= SPLIT_KV_HEADS else "trainer"
         self.exact = checks.choice("exact", exact, ("trainer", "split"))
         max_keys = self.max_pages_per_request * page_size
-        split_keys = max(SPLIT_KEYS, -(-max_keys // MOST_SPLITS)) if exact == "split" else 0
+        split_keys = SPLIT_KEYS if exact == "split" else 0
         self.limits = Limits(
             max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, split_keys
         )

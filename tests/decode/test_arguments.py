@@ -90,15 +90,13 @@ def test_plans(change: Change, error: type[Exception], name: str, got: str) -> N
     check_raises(SharedPrefixPlan, arguments | change(arguments), error, name, got)
 
 
-@pytest.mark.parametrize(("exact", "kv_heads", "pages", "split_keys"), [
-    (None, 1, 4, 1024), (None, 2, 4, 1024), (None, 4, 4, 0), ("split", 4, 2048, 1024), ("split", 4, 2049, 1025),
-    ("trainer", 1, 2049, 0),
+@pytest.mark.parametrize(("exact", "kv_heads", "expected"), [
+    (None, 1, "split"), (None, 2, "split"), (None, 4, "trainer"), ("split", 4, "split"), ("trainer", 1, "trainer"),
 ])  # fmt: skip
-def test_modes(exact: str | None, kv_heads: int, pages: int, split_keys: int) -> None:
-    """The default is by the model's shape; splits are of 1K keys, or of a 32nd of the most that a request may have."""
-    arguments = plan_arguments() | {"num_kv_heads": kv_heads, "max_pages_per_request": pages, "exact": exact}
-    plan = SharedPrefixPlan(**arguments)
-    assert plan.exact == ("split" if split_keys else "trainer") and plan.limits.split_keys == split_keys
+def test_modes(exact: str | None, kv_heads: int, expected: str) -> None:
+    """The default is by the model's shape; the library chooses the length of splits."""
+    plan = SharedPrefixPlan(**plan_arguments() | {"num_kv_heads": kv_heads, "exact": exact})
+    assert plan.exact == expected and plan.limits.split_keys == (-1 if expected == "split" else 0)
 
 
 def int_rows(name: str) -> list[Row]:

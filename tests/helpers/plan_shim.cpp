@@ -9,6 +9,7 @@
 #include "cuda_runtime.h"
 
 #include "core/explain.h"
+#include "core/plan_decode.h"
 #include "sm80/config.h"
 #include "sm90/config.h"
 
@@ -104,6 +105,21 @@ int read_thresholds(char* out, int size) {
     });
   }
   return put(text.str(), out, size);
+}
+
+int64_t read_split_keys(int64_t max_keys) { return decode_split_keys(max_keys); }
+
+// Family of the decode kernel for a head dim, where there are those of 64 and 128 and, portable
+// alone, of 256; -1: none.
+int read_decode_family(int head_dim, int capability, bool wants_portable) {
+  std::vector<KernelTraits> kernels;
+  for (const int dim : {64, 128, 256}) kernels.push_back({Arch::sm80, {dim, dim}});
+  for (const int dim : {64, 128}) kernels.push_back({Arch::sm90, {dim, dim}});
+  try {
+    return static_cast<int>(kernels[choose_decode_kernel(kernels, head_dim, {capability}, wants_portable)].arch);
+  } catch (const std::invalid_argument&) {
+    return -1;
+  }
 }
 
 }  // extern "C"

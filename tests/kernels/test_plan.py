@@ -372,6 +372,26 @@ def test_all_kernels_of_the_instances_are_planned() -> None:
             assert source.count(f"add_{family}<") == len(dims)
 
 
+# Decoding
+
+
+def test_splits_are_of_1k_keys_or_of_a_32nd_of_the_most_of_a_request() -> None:
+    read_split_keys = load_shim("plan").read_split_keys
+    read_split_keys.restype, read_split_keys.argtypes = ctypes.c_int64, [ctypes.c_int64]
+    for most, keys in ((16, 1024), (2048 * 16, 1024), (2049 * 16, 1025), (1 << 25, 1 << 20)):
+        assert read_split_keys(most) == keys
+
+
+def test_kernels_of_decoding_are_those_of_the_head_dim() -> None:
+    """Hopper's where there is one; heads are never padded."""
+    portable, hopper, none = 0, 1, -1
+    for head_dim, capability, wants_portable, family in (
+        (64, 9, False, hopper), (128, 9, False, hopper), (128, 9, True, portable), (128, 8, False, portable),
+        (256, 9, False, portable), (96, 9, False, none), (512, 8, False, none),
+    ):  # fmt: skip
+        assert load_shim("plan").read_decode_family(head_dim, capability, wants_portable) == family
+
+
 # explain_plan
 
 
