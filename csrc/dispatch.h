@@ -81,6 +81,18 @@ void add_kernel(const KernelTraits& traits, const Kernel& kernel) {
   all.traits.insert(place, traits);
 }
 
+// Traits of the kernels of a direction, which are the same for all element types.
+template <template <typename> class Kernel>
+const std::vector<KernelTraits>& built() {
+  return registry<Kernel<__nv_bfloat16>>().traits;
+}
+
+// Runs `body(T{})` for the element type of a call.
+template <class Call, class Body>
+auto with_element_type(const Call& call, Body body) {
+  return call.is_half ? body(__half{}) : body(__nv_bfloat16{});
+}
+
 // Calls add(T()) for every element type T.
 template <class Add>
 bool for_element_types(Add add) {

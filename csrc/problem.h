@@ -126,6 +126,17 @@ inline int window_of(const DualkvOptions& options) {
                                                                      : static_cast<int>(options.window_left);
 }
 
+// What `make` plans for a call. Where no kernel serves its head dims, the error names the argument
+// that has the larger one: `qk` or `v`.
+template <class Make>
+auto planned(const Call& call, Make make, const char* qk = "q", const char* v = "v") {
+  try {
+    return make(call);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string(call.dims.v > call.dims.qk ? v : qk) + ": " + error.what());
+  }
+}
+
 // The stride of a size-1 dimension is arbitrary and never used.
 template <typename T>
 TensorView<T> view_of(const DualkvTensor& t) {

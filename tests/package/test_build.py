@@ -288,7 +288,7 @@ def test_the_host_forgets_sources_that_are_gone(tmp_path, monkeypatch):
     names = {path.name for path in copies.rglob("*.*")}
     source_tree(tmp_path, ["instances/sm90_forward_d63.cu", "core/old.h"])
     host_kernels.copy_sources()
-    assert {path.name for path in copies.rglob("*.*")} == names > {"api.cpp", "nodes.h", "sm90_forward_d64.cu"}
+    assert {path.name for path in copies.rglob("*.*")} == names > {"attention.cpp", "nodes.h", "sm90_forward_d64.cu"}
 
 
 def test_an_instance_with_an_unknown_name_is_not_skipped(tmp_path):
