@@ -3,6 +3,7 @@
 // and of a card.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,11 +20,21 @@ struct HeadDims {
   int qk = 0, v = 0;
 
   bool hold(const HeadDims& wanted) const { return qk >= wanted.qk && v >= wanted.v; }
-  bool operator==(const HeadDims& other) const { return qk == other.qk && v == other.v; }
+  bool operator==(const HeadDims&) const = default;
   bool operator<(const HeadDims& other) const {
     return std::pair(qk + v, qk) < std::pair(other.qk + other.v, other.qk);
   }
 };
+
+// The row of a table of tiles that is `of` these head dims, or else `otherwise`. Without either it
+// does not compile.
+template <class Row, size_t kRows>
+consteval Row row_of(const Row (&table)[kRows], decltype(Row::of) of, const Row* otherwise = nullptr) {
+  for (const Row& row : table) {
+    if (row.of == of) return row;
+  }
+  return *otherwise;
+}
 
 // Tile sizes, which work lists are made of, and the footprint of a block.
 struct TileInfo {

@@ -8,26 +8,15 @@
 
 namespace dualkv::sm80 {
 
-// Decode: KV tiles of the forward, because their keys decide the bits of a row.
-template <int kHeadDim_, int kBlocksPerSm_>
-struct DecodeTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kDecodeRows;
-  static constexpr int kBlockN = ForwardConfig<kHeadDim, Footprint::full>::kBlockN;
-  static constexpr int kThreads = kDecodeThreads, kBlocksPerSm = kBlocksPerSm_;
-  static constexpr bool kSumsDq = false;
-  using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileKv = SmemTile<kBlockN, kHeadDim>;
-  static constexpr int kSharedBytes = TileQ::kBytes + 2 * TileKv::kBytes;
-};
-
+// KV tiles of the forward, because their keys decide the bits of a row.
 template <int kHeadDim, Footprint kFootprint>
-struct DecodeConfig;
-template <>
-struct DecodeConfig<64, Footprint::full> : DecodeTiles<64, 2> {};
-template <>
-struct DecodeConfig<128, Footprint::full> : DecodeTiles<128, 3> {};
-template <>
-struct DecodeConfig<256, Footprint::full> : DecodeTiles<256, 1> {};
+struct DecodeConfig
+    : QueryConfig<QueryTiles{.of = {kHeadDim},
+                             .block_m = kDecodeRows,
+                             .block_n = ForwardConfig<kHeadDim, Footprint::full>::kBlockN,
+                             .warps = kDecodeThreads / 32,
+                             .blocks_per_sm = kHeadDim == 64 ? 2 : kHeadDim == 128 ? 3 : 1},
+                  1> {};
 static_assert(ForwardConfig<256, Footprint::compact>::kBlockN == DecodeConfig<256, Footprint::full>::kBlockN,
               "both forwards have the tiles of decode");
 

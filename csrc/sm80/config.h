@@ -12,52 +12,97 @@
 namespace dualkv::sm80 {
 
 enum class Footprint { full, compact };
+constexpr Footprint kCompact = Footprint::compact;
 constexpr int shared_limit(Footprint footprint) { return (footprint == Footprint::full ? 163 : 99) * 1024; }
 // A bound of the static part: the geometry of the block.
 constexpr int kStaticSharedBytes = 256;
 
-template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kBlocksPerSm_>
-struct ForwardTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
-  static constexpr int kWarps = kWarps_, kThreads = kWarps * 32, kBlocksPerSm = kBlocksPerSm_;
+// What tiles are for.
+struct TilesOf {
+  int head_dim;
+  Footprint footprint = Footprint::full;
+
+  bool operator==(const TilesOf&) const = default;
+};
+
+// Tiles of blocks that own queries and stream K and V.
+struct QueryTiles {
+  TilesOf of;
+  int block_m, block_n, warps, blocks_per_sm;
+};
+
+// kOperands: tiles of queries that stay, Q or Q and dO.
+template <QueryTiles kTiles, int kOperands>
+struct QueryConfig {
+  static constexpr int kHeadDim = kTiles.of.head_dim, kBlockM = kTiles.block_m, kBlockN = kTiles.block_n;
+  static constexpr int kWarps = kTiles.warps, kThreads = kWarps * 32, kBlocksPerSm = kTiles.blocks_per_sm;
   static constexpr int kWarpM = kBlockM / kWarps;
   static constexpr bool kSumsDq = false;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
-  static constexpr int kSharedBytes = TileQ::kBytes + 2 * TileKv::kBytes;
+  static constexpr int kSharedBytes = kOperands * TileQ::kBytes + 2 * TileKv::kBytes;
   static_assert(kWarpM % 16 == 0, "a warp owns whole 16-row blocks");
 };
 
 // 32 query rows a warp where the registers allow: each K and V fragment then serves two products.
+constexpr QueryTiles kForwardTiles[] = {
+    {.of = {64}, .block_m = 128, .block_n = 128, .warps = 4, .blocks_per_sm = 2},
+    {.of = {96}, .block_m = 128, .block_n = 64, .warps = 4, .blocks_per_sm = 2},
+    {.of = {128}, .block_m = 128, .block_n = 64, .warps = 4, .blocks_per_sm = 2},
+    {.of = {192}, .block_m = 128, .block_n = 64, .warps = 8, .blocks_per_sm = 1},
+    {.of = {256}, .block_m = 128, .block_n = 64, .warps = 8, .blocks_per_sm = 1},
+    {.of = {256, kCompact}, .block_m = 64, .block_n = 64, .warps = 4, .blocks_per_sm = 1},
+};
 template <int kHeadDim, Footprint kFootprint>
-struct ForwardConfig;
-template <>
-struct ForwardConfig<64, Footprint::full> : ForwardTiles<64, 128, 128, 4, 2> {};
-template <>
-struct ForwardConfig<96, Footprint::full> : ForwardTiles<96, 128, 64, 4, 2> {};
-template <>
-struct ForwardConfig<128, Footprint::full> : ForwardTiles<128, 128, 64, 4, 2> {};
-template <>
-struct ForwardConfig<192, Footprint::full> : ForwardTiles<192, 128, 64, 8, 1> {};
-template <>
-struct ForwardConfig<256, Footprint::full> : ForwardTiles<256, 128, 64, 8, 1> {};
-template <>
-struct ForwardConfig<256, Footprint::compact> : ForwardTiles<256, 64, 64, 4, 1> {};
+struct ForwardConfig : QueryConfig<row_of(kForwardTiles, {kHeadDim, kFootprint}), 1> {};
 
-// How 8 warps share a product: kRows x kCols warps over its result.
+constexpr QueryTiles kBackwardDqTiles[] = {
+    {.of = {64}, .block_m = 128, .block_n = 64, .warps = 4, .blocks_per_sm = 2},
+    {.of = {96}, .block_m = 128, .block_n = 32, .warps = 4, .blocks_per_sm = 2},
+    {.of = {128}, .block_m = 128, .block_n = 32, .warps = 4, .blocks_per_sm = 2},
+    {.of = {192}, .block_m = 128, .block_n = 64, .warps = 8, .blocks_per_sm = 1},
+    {.of = {256}, .block_m = 64, .block_n = 64, .warps = 4, .blocks_per_sm = 1},
+    {.of = {192, kCompact}, .block_m = 64, .block_n = 64, .warps = 4, .blocks_per_sm = 1},
+    {.of = {256, kCompact}, .block_m = 64, .block_n = 32, .warps = 4, .blocks_per_sm = 1},
+};
+template <int kHeadDim, Footprint kFootprint>
+struct BackwardDqConfig : QueryConfig<row_of(kBackwardDqTiles, {kHeadDim, kFootprint}), 2> {};
+
+// How the warps of a block share a product: kRows x kCols of them over its result.
 template <int kRows_, int kCols_>
 struct WarpGrid {
   static constexpr int kRows = kRows_, kCols = kCols_;
 };
 
-template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, class GridS_, class GridKv_, class GridQ_>
-struct BackwardWarpTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kStages = kStages_;
-  static constexpr int kWarps = GridS_::kRows * GridS_::kCols, kThreads = kWarps * 32;
+// `s`, `kv`, `q`: rows and columns of warps over S and dP, over dK and dV, and over dQ.
+struct BackwardTiles {
+  TilesOf of;
+  int block_m, block_n, stages;
+  int s[2], kv[2], q[2];
+};
+constexpr BackwardTiles kBackwardTiles[] = {
+    {.of = {64}, .block_m = 128, .block_n = 128, .stages = 2, .s = {4, 2}, .kv = {4, 2}, .q = {4, 2}},
+    {.of = {96}, .block_m = 64, .block_n = 128, .stages = 2, .s = {2, 4}, .kv = {8, 1}, .q = {4, 2}},
+    {.of = {128}, .block_m = 64, .block_n = 128, .stages = 2, .s = {2, 4}, .kv = {2, 4}, .q = {2, 4}},
+    {.of = {192}, .block_m = 64, .block_n = 64, .stages = 2, .s = {4, 2}, .kv = {2, 4}, .q = {2, 4}},
+    {.of = {256}, .block_m = 64, .block_n = 64, .stages = 1, .s = {4, 2}, .kv = {2, 4}, .q = {2, 4}},
+    {.of = {64, kCompact}, .block_m = 64, .block_n = 128, .stages = 2, .s = {2, 4}, .kv = {4, 2}, .q = {2, 4}},
+    {.of = {96, kCompact}, .block_m = 64, .block_n = 64, .stages = 2, .s = {4, 2}, .kv = {4, 2}, .q = {4, 2}},
+    {.of = {128, kCompact}, .block_m = 64, .block_n = 64, .stages = 1, .s = {4, 2}, .kv = {2, 4}, .q = {2, 4}},
+    {.of = {192, kCompact}, .block_m = 64, .block_n = 32, .stages = 1, .s = {4, 2}, .kv = {2, 4}, .q = {2, 4}},
+    {.of = {256, kCompact}, .block_m = 32, .block_n = 32, .stages = 1, .s = {2, 2}, .kv = {2, 2}, .q = {2, 2}},
+};
+
+template <int kHeadDim_, Footprint kFootprint>
+struct BackwardConfig {
+  static constexpr BackwardTiles kTiles = row_of(kBackwardTiles, {kHeadDim_, kFootprint});
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kTiles.block_m, kBlockN = kTiles.block_n;
+  static constexpr int kStages = kTiles.stages;
   static constexpr bool kSumsDq = true;
-  using GridS = GridS_;    // S, dP: kBlockM x kBlockN
-  using GridKv = GridKv_;  // dK, dV: kBlockN x kHeadDim
-  using GridQ = GridQ_;    // dQ: kBlockM x kHeadDim
+  using GridS = WarpGrid<kTiles.s[0], kTiles.s[1]>;     // S, dP: kBlockM x kBlockN
+  using GridKv = WarpGrid<kTiles.kv[0], kTiles.kv[1]>;  // dK, dV: kBlockN x kHeadDim
+  using GridQ = WarpGrid<kTiles.q[0], kTiles.q[1]>;     // dQ: kBlockM x kHeadDim
+  static constexpr int kWarps = GridS::kRows * GridS::kCols, kThreads = kWarps * 32;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   using TileP = SmemTile<kBlockM, kBlockN>;
@@ -72,69 +117,6 @@ struct BackwardWarpTiles {
   static constexpr int kSharedBytes = kOffsetDelta + kStages * kStatBytes;
   static_assert(GridKv::kRows * GridKv::kCols == kWarps && GridQ::kRows * GridQ::kCols == kWarps, "all warps work");
 };
-
-template <int kHeadDim, Footprint kFootprint>
-struct BackwardConfig;
-template <>
-struct BackwardConfig<64, Footprint::full>
-    : BackwardWarpTiles<64, 128, 128, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<4, 2>> {};
-template <>
-struct BackwardConfig<96, Footprint::full>
-    : BackwardWarpTiles<96, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<8, 1>, WarpGrid<4, 2>> {};
-template <>
-struct BackwardConfig<128, Footprint::full>
-    : BackwardWarpTiles<128, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
-template <>
-struct BackwardConfig<192, Footprint::full>
-    : BackwardWarpTiles<192, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
-template <>
-struct BackwardConfig<256, Footprint::full>
-    : BackwardWarpTiles<256, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
-template <>
-struct BackwardConfig<64, Footprint::compact>
-    : BackwardWarpTiles<64, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<4, 2>, WarpGrid<2, 4>> {};
-template <>
-struct BackwardConfig<96, Footprint::compact>
-    : BackwardWarpTiles<96, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<4, 2>> {};
-template <>
-struct BackwardConfig<128, Footprint::compact>
-    : BackwardWarpTiles<128, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
-template <>
-struct BackwardConfig<192, Footprint::compact>
-    : BackwardWarpTiles<192, 64, 32, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
-template <>
-struct BackwardConfig<256, Footprint::compact>
-    : BackwardWarpTiles<256, 32, 32, 1, WarpGrid<2, 2>, WarpGrid<2, 2>, WarpGrid<2, 2>> {};
-
-// dQ alone keeps Q and dO and streams K and V.
-template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kBlocksPerSm_>
-struct BackwardDqTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
-  static constexpr int kWarps = kWarps_, kThreads = kWarps * 32, kBlocksPerSm = kBlocksPerSm_;
-  static constexpr int kWarpM = kBlockM / kWarps;
-  static constexpr bool kSumsDq = false;
-  using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileKv = SmemTile<kBlockN, kHeadDim>;
-  static constexpr int kSharedBytes = 2 * TileQ::kBytes + 2 * TileKv::kBytes;
-  static_assert(kWarpM % 16 == 0, "a warp owns whole 16-row blocks");
-};
-
-template <int kHeadDim, Footprint kFootprint>
-struct BackwardDqConfig;
-template <>
-struct BackwardDqConfig<64, Footprint::full> : BackwardDqTiles<64, 128, 64, 4, 2> {};
-template <>
-struct BackwardDqConfig<96, Footprint::full> : BackwardDqTiles<96, 128, 32, 4, 2> {};
-template <>
-struct BackwardDqConfig<128, Footprint::full> : BackwardDqTiles<128, 128, 32, 4, 2> {};
-template <>
-struct BackwardDqConfig<192, Footprint::full> : BackwardDqTiles<192, 128, 64, 8, 1> {};
-template <>
-struct BackwardDqConfig<256, Footprint::full> : BackwardDqTiles<256, 64, 64, 4, 1> {};
-template <>
-struct BackwardDqConfig<192, Footprint::compact> : BackwardDqTiles<192, 64, 64, 4, 1> {};
-template <>
-struct BackwardDqConfig<256, Footprint::compact> : BackwardDqTiles<256, 64, 32, 4, 1> {};
 
 template <class Config>
 KernelTraits traits_of() {
