@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# GRPO with verl 0.9 on shared prompts, on the GPUs of one machine. What it needs: docs/verl.md.
+# GRPO with verl 0.9 on shared prompts, on the GPUs of one machine. What it needs: docs/trainers.md.
 #
 #   TRAIN=train.parquet VAL=test.parquet examples/verl_grpo.sh
 #   MODEL=Qwen/Qwen3-8B GPUS=4 N=32 examples/verl_grpo.sh actor_rollout_ref.actor.entropy_coeff=0.01

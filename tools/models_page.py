@@ -58,7 +58,7 @@ each token depend on nothing else.
 """
 _NOTES = {
     CAUSAL_LMS: "By `model_type` in a checkpoint's `config.json`.",
-    MULTIMODAL: "By `model_type` in a checkpoint's `config.json`; batches without [images](images.md).",
+    MULTIMODAL: "By `model_type` in a checkpoint's `config.json`; batches without [images](training.md#images).",
     ADAPTERS: "What is refused for what it does in training mode only is exact in eval mode.",
 }
 _LABELS: dict[Kind, str] = {
@@ -117,7 +117,7 @@ def _refused(table: Table) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def parse(text: str, title: str) -> dict[str, Kind]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The published place of `UlyssesLayout`."""
+"""The published place of `UlyssesLayout`, `shard_rows` and `gather_rows`."""
 
-from ..parallel.ulysses import UlyssesLayout
+from ..parallel.ulysses import UlyssesLayout, gather_rows, shard_rows
 
-__all__ = ["UlyssesLayout"]
+__all__ = ["UlyssesLayout", "gather_rows", "shard_rows"]

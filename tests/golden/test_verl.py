@@ -10,7 +10,7 @@ from typing import Any
 import golden
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 import verl_rig
 from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, UNEQUAL, Turns, Unusual, case
@@ -63,7 +63,7 @@ def test_numbers_stay(name: str, fsdp: dict[str, Found]) -> None:
     golden.check("verl", name, _numbers(fsdp[name]))
 
 
-@pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core or mbridge is not installed: see docs/verl.md")
+@pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core or mbridge is not installed: see docs/trainers.md")
 @pytest.mark.parametrize("name", [one.name for one in MEGATRON])
 def test_numbers_of_megatron_stay(name: str, megatron: dict[str, Found]) -> None:
     golden.check("verl_megatron", name, _numbers(megatron[name]))

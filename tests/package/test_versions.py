@@ -262,7 +262,7 @@ def test_ci_installs_what_was_compared(package: Package) -> None:
 
 
 def test_the_page_names_what_was_compared() -> None:
-    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if line.startswith("| compared with stock results |")]
     cells = row.split("|")[2:]
     for package, cell in zip((versions.OPENRLHF, versions.MS_SWIFT, versions.LLAMA_FACTORY), cells):

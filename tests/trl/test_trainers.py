@@ -430,7 +430,7 @@ def test_wrong_options(tmp_path: Path) -> None:
 
 
 def test_the_page_has_all_options_reasons_and_metrics() -> None:
-    page = (ROOT / "docs/trainers.md").read_text(encoding="utf-8")
+    page = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("trainers.md", "limits.md"))
     options = [
         one.name
         for one in inspect.signature(shared.SharedPromptMixin.__init__).parameters.values()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import verl_distills
 import verl_rig

@@ -10,7 +10,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import torch
 from processes import run_ranks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The example's command and the settings that docs/verl.md and trainers.md name: verl's own config knows them all."""
+"""The example's command and the settings that docs/trainers.md and limits.md name: verl's own config knows them all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import verl
 from hydra import compose, initialize_config_dir
@@ -28,7 +28,7 @@ from flash_attn_dualkv.integrations.verl.statistics import Statistics
 from flash_attn_dualkv.integrations.verl.verify import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("verl.md", "trainers.md"))
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("trainers.md", "limits.md"))
 PYTHON = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$ARGUMENTS"
 """

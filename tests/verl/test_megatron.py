@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/verl.md")
-pytest.importorskip("mbridge", reason="mbridge is not installed: see docs/verl.md")
+pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: see docs/trainers.md")
+pytest.importorskip("mbridge", reason="mbridge is not installed: see docs/trainers.md")
 
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import torch
 import torch.distributed as dist

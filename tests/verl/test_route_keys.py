@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import torch
 from torch import Tensor

@@ -6,7 +6,7 @@
 is all: verl imports this module in every worker, before it builds the engine, and takes these
 engines for FSDP and Megatron instead of its own; and in the driver, where the trainers then keep the responses
 to a prompt on one rank, which verl's balancing would scatter. Where a micro-batch cannot be shared
-(images, for example) the engines do what verl's own do. docs/verl.md: options, metrics, and cases.
+(images, for example) the engines do what verl's own do. docs/trainers.md: options, metrics, and cases.
 
 Made for verl 0.9.
 """
