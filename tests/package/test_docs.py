@@ -24,7 +24,7 @@ KERNELS = ROOT / "csrc/sm90/README.md"
 PAGES = [README, KERNELS, *sorted((ROOT / "docs").glob("**/*.md"))]
 PAGES += sorted((ROOT / "benchmarks/results").glob("**/README.md"))
 MOST_LINES = 220
-MOST_CLAUSES = 194  # summaries of docstrings; 40 is the aim
+MOST_CLAUSES = 151  # summaries of docstrings; 40 is the aim
 
 
 def blocks(page: Path, language: str) -> list[str]:
