@@ -197,8 +197,11 @@ def lists() -> dict[str, str]:
         told = sorted(text for text in texts if not any(other.startswith(text) for other in texts - {text}))
         lines.append(f"| `{reason}` | {owner} | {'; '.join(told) or _OF_MODEL} |")
     rooms: dict[str, list[str]] = {}
+    arguments: dict[tuple[str, str], list[str]] = {}
     for room, argument, expected in sorted(refusals()):
-        rooms.setdefault(_NAMES.get(room, room), []).append(_item(argument, expected))
+        arguments.setdefault((room, expected), []).append(argument)
+    for (room, expected), names in arguments.items():
+        rooms.setdefault(_NAMES.get(room, room), []).append(_item(", ".join(names), expected))
     rows = [f"### In {room}\n\n" + "\n".join(items) + "\n" for room, items in rooms.items()]
     return {"reasons": "\n".join(lines) + "\n", "refusals": "\n".join(rows)}
 
