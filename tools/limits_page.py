@@ -4,7 +4,7 @@
     python tools/limits_page.py
 
 Reads the sources and imports nothing of them. A part of a text that only a run knows stands in braces. Listed are:
-`Refused(reason, text)` and `Refusal(reason, text)` with the tables named ...REASONS, every NotImplementedError, and the
+`Refused(reason, text)` and `Refusal(reason, text)` with the table REASONS, every NotImplementedError, and the
 errors of the files that decide which models are exact.
 """
 
@@ -137,26 +137,23 @@ def sources() -> Iterator[tuple[Source, bool]]:
         yield Source(room, scopes), path.relative_to(PACKAGE).as_posix().startswith(GATES)
 
 
-def reasons() -> dict[str, tuple[set[str], set[str]]]:
-    """By reason, who counts it (empty: all) and the texts that go with it."""
-    found: dict[str, tuple[set[str], set[str]]] = {}
+def reasons() -> dict[str, set[str]]:
+    """The texts that go with each reason."""
+    found: dict[str, set[str]] = {}
     for source, _ in sources():
         module = source.scopes[-1]
         for _, _, name, table in module.given:
-            if not name.endswith("REASONS") or not isinstance(table, (ast.Dict, ast.Tuple)):
+            if name != "REASONS" or not isinstance(table, ast.Dict):
                 continue
-            keys = [key for key in (table.keys if isinstance(table, ast.Dict) else table.elts) if key is not None]
-            meanings = table.values if isinstance(table, ast.Dict) else [ast.Constant("", lineno=1)] * len(keys)
-            for key, meaning in zip(keys, meanings):
-                owners, texts = found.setdefault(source.text(key, module), (set(), set()))
-                owners |= {name.removesuffix("REASONS").strip("_")} - {""}
-                texts |= {source.text(meaning, module)} - {""}
+            for key, meaning in zip(table.keys, table.values):
+                if key is not None:
+                    found.setdefault(source.text(key, module), set()).add(source.text(meaning, module))
         for scope in source.scopes:
             for node in ast.walk(scope.node):
                 if isinstance(node, ast.Call) and _name(node.func) in ("Refused", "Refusal") and len(node.args) == 2:
                     reason, message = node.args
                     if isinstance(reason, ast.Constant):
-                        texts = found.setdefault(str(reason.value), (set(), set()))[1]
+                        texts = found.setdefault(str(reason.value), set())
                         texts |= {source.text(message, scope)} - {UNKNOWN, "{message}", "paused"}
     return found
 
@@ -191,11 +188,10 @@ def _refused(source: Source, scope: Scope, node: ast.AST, is_gate: bool) -> str:
 
 def lists() -> dict[str, str]:
     """The generated lists by name: a table, and what each part of the package refuses."""
-    lines = ["| reason | counted by | it means, or a warning says |", "| :-- | :-- | :-- |"]
-    for reason, (owners, texts) in sorted(reasons().items()):
-        owner = ", ".join(_NAMES.get(name.lower(), name) for name in sorted(owners)) or "adapters"
+    lines = ["| reason | it means, or a warning says |", "| :-- | :-- |"]
+    for reason, texts in sorted(reasons().items()):
         told = sorted(text for text in texts if not any(other.startswith(text) for other in texts - {text}))
-        lines.append(f"| `{reason}` | {owner} | {'; '.join(told) or _OF_MODEL} |")
+        lines.append(f"| `{reason}` | {'; '.join(told) or _OF_MODEL} |")
     rooms: dict[str, list[str]] = {}
     arguments: dict[tuple[str, str], list[str]] = {}
     for room, argument, expected in sorted(refusals()):
