@@ -112,8 +112,8 @@ def planned(samples: Samples, options: Options) -> PrefixTree:
         tree = plan(samples, min_shared=options.min_shared)
     ratio = sum(tree.sequence_lens) / max(1, sum(tree.node_lens))
     if ratio < options.min_dedup_ratio:
-        least = f"min_dedup_ratio={options.min_dedup_ratio}"
-        raise Refused("dedup_ratio", f"{ratio:.3f} is below {least} (larger micro-batches share more)")
+        message = f"{ratio:.3f} is below min_dedup_ratio={options.min_dedup_ratio} (larger micro-batches share more)"
+        raise Refused("dedup_ratio", message)
     return tree
 
 
