@@ -8,7 +8,6 @@ allocates here. The library is opened by the first call that needs it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
@@ -33,7 +32,6 @@ from .checks import (
     explain,
     is_kernel_softcap,
 )
-from .decode.calls import DecodeCall, Limits, Step
 from .nodes import COLUMNS
 from .reference import sink_gradient
 
@@ -274,72 +272,6 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
     places = pointer(cu_seqlens), pointer(parents)
     module.tree_nodes(device, current_stream(device), *places, parents.shape[0], nodes.data_ptr())
     return nodes
-
-
-# Decoding
-
-DECODE_HEAD_DIMS = (64, 128, 256)
-
-
-def decode_plan_bytes(limits: Limits, device: torch.device) -> int:
-    """Bytes of a plan's memory, which starts as zeros; NotImplementedError for what has no kernels."""
-    if limits.head_dim not in DECODE_HEAD_DIMS:
-        expected = f"one of {DECODE_HEAD_DIMS}: the kernels of decoding have no other"
-        raise NotImplementedError(explain("head_dim", expected, limits.head_dim))
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        size: int = compiled_module().decode_plan_bytes(current_device(), (*(0,) * 10, *limits, 0))
-    return size
-
-
-def _library_plan(step: Step) -> tuple[int, ...]:
-    """A step as the library takes it: the fields of DualkvDecodePlan (csrc/api.h) in their order."""
-    table = step.block_table
-    return (
-        table.data_ptr(), table.stride(0), *table.shape, step.queries, step.seqlens.data_ptr(),
-        pointer(step.cu_seqlens_q), pointer(step.boundaries), pointer(step.parents), pointer(step.shared_pages),
-        *step.limits, pointer(step.memory),
-    )  # fmt: skip
-
-
-def decode_plan(step: Step) -> None:
-    """Makes the plan of a step in its memory."""
-    device = step.block_table.get_device()
-    if device != current_device():
-        with torch.cuda.device(device):
-            return decode_plan(step)
-    prepare(device)
-    compiled_module().decode_plan(device, current_stream(device), _library_plan(step))
-    return None
-
-
-def _check_in_place(name: str, tensor: Tensor) -> None:
-    """ValueError for a tensor that kernels could only use as a copy."""
-    strides = tensor.stride()[:-1]
-    is_good = all(size <= 1 or (one > 0 and one % HEAD_DIM_MULTIPLE == 0) for size, one in zip(tensor.shape, strides))
-    if not is_good or tensor.data_ptr() % 16:
-        expected = f"a first byte on 16 bytes, and strides that are positive multiples of {HEAD_DIM_MULTIPLE}"
-        raise ValueError(explain(name, expected, f"{tensor.data_ptr() % 16} bytes off, strides {tensor.stride()}"))
-
-
-def decode(call: DecodeCall) -> Tensor:
-    """Writes `out` of a layer and returns its LSE, by the plan that the step's memory holds."""
-    q, out, step = call.q, call.out, call.step
-    device = q.get_device()
-    if device != current_device():
-        with torch.cuda.device(device):
-            return decode(call)
-    call.options.check_kernels()
-    for name, tensor in (("k_cache", call.k_cache), ("v_cache", call.v_cache), ("out", out)):
-        _check_in_place(name, tensor)
-    lse = uninitialised(q, (q.shape[1], q.shape[0]), torch.float32)
-    if q.shape[0] == 0:
-        return lse
-    sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
-    compiled_module().decode(
-        device, current_stream(device), _library_plan(step), copied, q, out, call.k_cache, call.v_cache, lse, sinks,
-        q.dtype == torch.float16, call.options,
-    )  # fmt: skip
-    return lse
 
 
 # Scores of tokens

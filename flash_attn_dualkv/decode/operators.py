@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels, ops
+from .. import ops
 from ..checks import explain
-from . import reference
+from . import library, reference
 from .calls import (
     DecodeCall,
     Step,
@@ -50,11 +50,11 @@ def _plan_cuda(step: Step) -> None:
     if ops.checks_values():
         check_values(step)
     if not ops.forces_reference():
-        kernels.decode_plan(step)
+        library.decode_plan(step)
 
 
 def _decode_cuda(call: DecodeCall) -> Tensor:
-    return reference.decode(call) if ops.forces_reference() else kernels.decode(call)
+    return reference.decode(call) if ops.forces_reference() else library.decode(call)
 
 
 _PLAN: dict[str, Callable[[Step], None]] = {"cpu": check_values, "cuda": _plan_cuda}
@@ -69,7 +69,7 @@ def _check_step(step: Step) -> None:
     check_step(step, step.block_table.device)
     if not step.block_table.is_cuda or ops.forces_reference():
         return
-    least, memory = kernels.decode_plan_bytes(step.limits, step.block_table.device), step.memory
+    least, memory = library.decode_plan_bytes(step.limits, step.block_table.device), step.memory
     if memory is None or memory.dtype != torch.uint8 or not memory.is_contiguous() or memory.nbytes < least:
         expected = f"at least {least} contiguous bytes (torch.uint8), zeros at first"
         raise ValueError(explain("memory", expected, None if memory is None else tuple(memory.shape)))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, kernels, ops
+from .. import checks, ops
 from ..checks import explain
-from . import contents
+from . import contents, library
 from .calls import MOST_KEYS, Limits, Step, check_limits, check_step, check_table
 from .operators import make_plan
 
@@ -24,12 +24,12 @@ def make_memory(limits: Limits, device: torch.device) -> Tensor | None:
     """The memory of a plan, zeros; None where the reference decodes, which needs none."""
     if device.type == "cpu" or ops.forces_reference():
         return None
-    size = kernels.decode_plan_bytes(limits, device)
+    size = library.decode_plan_bytes(limits, device)
     try:
         return torch.zeros(size, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         rows, serial = limits.max_queries, limits._replace(split_keys=0)
-        less = f", and with exact='trainer' {kernels.decode_plan_bytes(serial, device) >> 20} MiB"
+        less = f", and with exact='trainer' {library.decode_plan_bytes(serial, device) >> 20} MiB"
         raise torch.OutOfMemoryError(
             f"a SharedPrefixPlan for max_queries={rows} takes {size >> 20} MiB: fewer take less"
             f"{less if limits.split_keys else ''}. {error}"

@@ -15,6 +15,7 @@ from legal_calls import Change, Row, alter, parametrize, replace_by
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan, append_kv, kernels, ops, shared_prefix_decode
+from flash_attn_dualkv.decode import library as decode_library
 from flash_attn_dualkv.decode import operators
 from flash_attn_dualkv.decode.calls import DecodeCall
 from flash_attn_dualkv.decode.plan import make_memory
@@ -343,7 +344,7 @@ def test_library_gets_the_layer(library: Library) -> None:
         lse = operators._decode_cuda(call)
         ((name, (device, stream, plan, copy, *tensors, lse_given, sinks_given, is_half, options)),) = library.calls
         assert (name, device, stream, is_half, options) == ("decode", -1, 77, False, call.options)
-        assert plan == kernels._library_plan(call.step) and copy is kernels.copied
+        assert plan == decode_library._library_plan(call.step) and copy is kernels.copied
         assert all(one is other for one, other in zip(tensors, (call.q, call.out, k, v), strict=True))
         assert lse_given is lse and sinks_given is not sinks and sinks_given.dtype == torch.float32
         assert lse.shape == (4, len(call.q)) and lse.dtype == torch.float32
@@ -371,10 +372,10 @@ def test_what_kernels_lack(library: Library, monkeypatch: pytest.MonkeyPatch) ->
     limits = call_of().step.limits
     for head_dim in (16, 96, 512):
         with pytest.raises(NotImplementedError, match=f"^head_dim: expected one of .*, got {head_dim}"):
-            kernels.decode_plan_bytes(limits._replace(head_dim=head_dim), torch.device("cpu"))
+            decode_library.decode_plan_bytes(limits._replace(head_dim=head_dim), torch.device("cpu"))
     assert library.calls == []
     limits = limits._replace(head_dim=64)
-    assert kernels.decode_plan_bytes(limits, torch.device("cpu")) == 4096
+    assert decode_library.decode_plan_bytes(limits, torch.device("cpu")) == 4096
     assert library.calls == [("decode_plan_bytes", (-1, (*[0] * 10, *limits, 0)))]
 
 

@@ -15,7 +15,7 @@ from geometry import load_shim
 from launches import DEVICE
 from torch import Tensor
 
-from flash_attn_dualkv import kernels
+from flash_attn_dualkv.decode import library as decode_library
 from flash_attn_dualkv.decode.calls import Limits, Step
 
 ROWS = 64  # of an item
@@ -148,7 +148,7 @@ class Plan:
 
     def __init__(self, limits: Limits, columns: int) -> None:
         self.limits, self.columns = limits, columns
-        self.size = kernels.decode_plan_bytes(limits, torch.device(DEVICE))
+        self.size = decode_library.decode_plan_bytes(limits, torch.device(DEVICE))
         self.memory = torch.zeros(self.size + GUARD, dtype=torch.uint8, device=DEVICE)
         self.memory[self.size :] = 0xA5
 
@@ -159,7 +159,9 @@ class Plan:
 
     def launch(self, step: DecodeStep) -> None:
         optional = (step.cu_seqlens_q, step.boundaries, step.parents, step.shared_pages)
-        kernels.decode_plan(Step(step.block_table, step.seqlens, *optional, self.memory, step.queries, self.limits))
+        decode_library.decode_plan(
+            Step(step.block_table, step.seqlens, *optional, self.memory, step.queries, self.limits)
+        )
 
     def read(self, q_rows: int) -> Lists:
         assert (self.memory[self.size :].cpu() == 0xA5).all()

@@ -34,6 +34,7 @@ from toolchain import CompileStep, host_compiler, kernel_sources, parallel_jobs,
 from flash_attn_dualkv import kernels, ops
 from flash_attn_dualkv._version import __version__
 from flash_attn_dualkv.calls import BackwardCall, ForwardCall
+from flash_attn_dualkv.decode import library as decode_library
 from flash_attn_dualkv.decode import operators, plan
 from flash_attn_dualkv.decode.calls import DecodeCall, Limits, Step
 
@@ -159,15 +160,15 @@ def install() -> None:
 
 
 def _decode(reference: Callable[..., Any], call: DecodeCall) -> Any:
-    return reference(call) if call.step.memory is None else kernels.decode(call)
+    return reference(call) if call.step.memory is None else decode_library.decode(call)
 
 
 def _plan(reference: Callable[..., Any], step: Step) -> Any:
-    return reference(step) if step.memory is None else kernels.decode_plan(step)
+    return reference(step) if step.memory is None else decode_library.decode_plan(step)
 
 
 def _plan_memory(limits: Limits, device: torch.device) -> torch.Tensor:
-    return torch.zeros(kernels.decode_plan_bytes(limits, device), dtype=torch.uint8)
+    return torch.zeros(decode_library.decode_plan_bytes(limits, device), dtype=torch.uint8)
 
 
 def _run(kernels: Callable[..., Any], reference: Callable[..., Any], call: ForwardCall | BackwardCall) -> Any:

@@ -20,7 +20,6 @@ LAYERS = (
     ("_version", "errors", "moved"),
     ("checks", "cli.command", "cli.predict"),
     ("calls", "host"),
-    ("decode.calls",),
     ("nodes",),
     ("reference", "kernels"),
     ("ops",),
