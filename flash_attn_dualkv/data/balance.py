@@ -35,9 +35,9 @@ def balance(
         groups: a tree (`group_by_prefix`), or of each prompt the indices of its samples (`group_by_prompt`).
         prompt_lens, response_lens: (B,) tokens; None with a tree.
         num_ranks: how many lists to make, no more than samples.
-        token_cost: of the work that is done token by token, in pairs; 0 balances attention alone.
+        token_cost: of the work that is done token by token, in pairs; 0 balances only attention.
         equal_counts: whether ranks get equally many samples, or where they do not divide them, some get one more.
-            Without it costs alone count, and groups are never divided: for trainers that weight ranks by their tokens.
+            Without it only costs count, and groups are never divided: for trainers that weight ranks by their tokens.
 
     Raises:
         SharedPromptError: an argument is not as described.
@@ -63,9 +63,9 @@ def balance(
             roomy = [rank for rank, room in enumerate(rooms) if room >= len(rest)]
             if roomy:
                 nodes = _on_paths(tree, rest)
-                rank = min(roomy, key=lambda one: loads[one] - cost(nodes & held[one]))
+                rank = min(roomy, key=lambda rank: loads[rank] - cost(nodes & held[rank]))
             else:
-                rank = min(range(ranks), key=lambda one: (len(found[one]), loads[one]))
+                rank = min(range(ranks), key=lambda rank: (len(found[rank]), loads[rank]))
             taken, rest = rest[: rooms[rank]], rest[rooms[rank] :]
             nodes = _on_paths(tree, taken)
             loads[rank] += cost(nodes - held[rank])

@@ -128,7 +128,7 @@ class PackedBatch(SeparatelyPickled):
             (n,) int64, where the tokens are.
 
         Raises:
-            SharedPromptError: tokens that are not as described; their values are looked at on the CPU alone.
+            SharedPromptError: tokens that are not as described; their values are only looked at on the CPU.
         """
         checks.indices("tokens", tokens, self.input_ids.device)
         count = self.num_replicated_tokens
@@ -183,7 +183,7 @@ class PackedBatch(SeparatelyPickled):
     @kept
     def images(self) -> dict[str, Tensor]:
         """By the names of a model's inputs, the images of all roots in the order of the row; nothing without any."""
-        present = {name: [one for one in values if one is not None] for name, values in self.group_images.items()}
+        present = {name: [image for image in values if image is not None] for name, values in self.group_images.items()}
         return {name: torch.cat(values) for name, values in present.items() if values}
 
     def expand(self, per_sequence: Tensor | Sequence[float]) -> Tensor:
@@ -256,7 +256,7 @@ class PackedBatch(SeparatelyPickled):
 
     @property
     def num_replicated_tokens(self) -> int:
-        """sum(L_i): the tokens of the same sequences, each by itself."""
+        """sum(L_i): the tokens of the same sequences without sharing."""
         return sum(self.sequence_lens)
 
     @property
@@ -272,12 +272,12 @@ class PackedBatch(SeparatelyPickled):
 
     @property
     def pair_ratio(self) -> float:
-        """How many times fewer such pairs there are than in the sequences, each by itself."""
+        """How many times fewer such pairs there are than in the sequences without sharing."""
         own = self.num_pairs
         return sum(visible_pairs(0, length) for length in self.sequence_lens) / own if own else math.inf
 
     def metrics(self) -> dict[str, float]:
-        """What sharing saves in this micro-batch, for a logger."""
+        """Savings by sharing in this micro-batch, for a logger."""
         rows, prompts = self.layout.num_tokens, self.layout.num_groups
         return {
             "shared_prompt/dedup_ratio": self.dedup_ratio,
@@ -299,13 +299,13 @@ class PackedBatch(SeparatelyPickled):
         device = checks.device(device)
         if same_device(device, self.input_ids.device):
             return self
-        own = ((one.name, getattr(self, one.name)) for one in fields(self))
+        own = ((field.name, getattr(self, field.name)) for field in fields(self))
         long = {name: value for name, value in own if isinstance(value, Tensor)}
         *moved, nodes = to_device([*long.values(), self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip(long, moved))
         of_batch = {name: changes[name] for name in ("position_ids", "input_ids")}
         changes["layout"] = replace(self.layout, nodes=nodes, **of_batch)
-        changes["row_values"] = {name: one.to(device, non_blocking=True) for name, one in self.row_values.items()}
+        changes["row_values"] = {name: tensor.to(device, non_blocking=True) for name, tensor in self.row_values.items()}
         for of_groups in ("group_values", "group_images"):
             changes[of_groups] = {name: _on(device, values) for name, values in getattr(self, of_groups).items()}
         return replace(self, **changes)
@@ -331,12 +331,12 @@ def pack(
     sources = [firsts[source] + position for source, position in zip(tree.sources, positions)]
     # Shifts from a scored token's number to the place of the one before, and to its place when
     # padded; one a sequence.
-    behind, longest = [*accumulate(scored_lens, initial=0)], max(scored_lens)
-    befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored_lens, behind)]
-    places = [index * longest - own for index, own in enumerate(behind[:-1])]
+    begins, longest = [*accumulate(scored_lens, initial=0)], max(scored_lens)
+    befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored_lens, begins)]
+    places = [index * longest - own for index, own in enumerate(begins[:-1])]
     numbers = map(int64s, (tree.node_lens, scored_lens, positions, sources, befores, places, firsts))
     ids, mask = samples.ids, samples.mask
-    given = [] if same_device(ids.device, device) else [one.cpu().long() for one in (ids, mask) if one is not None]
+    given = [] if same_device(ids.device, device) else [part.cpu().long() for part in (ids, mask) if part is not None]
     nodes, *moved = to_device([host.nodes, *numbers, *Spans.of(tree), *given], device)
     lens, counts, to_position, to_source, to_before, to_place, offsets = moved[:7]
     spans = Spans(*moved[7:9])
@@ -375,9 +375,9 @@ def pack(
         tuple(scored_lens),
         samples.max_token,
         _has_own_labels(tree, samples),
-        {name: _of_rows(name, one, source_index, spans, pad) for name, one in samples.row_values.items()},
-        {name: _of_groups(name, one, tree) for name, one in group_values.items()},
-        {name: _on(device, [one[tree.sources[root]] for root in roots]) for name, one in samples.images.items()},
+        {name: _of_rows(name, values, source_index, spans, pad) for name, values in samples.row_values.items()},
+        {name: _of_groups(name, values, tree) for name, values in group_values.items()},
+        {name: _on(device, [values[tree.sources[root]] for root in roots]) for name, values in samples.images.items()},
     )
 
 
@@ -424,27 +424,27 @@ def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any,
 
 def _on(device: torch.device, values: Sequence[Any]) -> tuple[Any, ...]:
     """Tensors among them on the device."""
-    return tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
+    return tuple(value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for value in values)
 
 
-def _is_same(one: Any, other: Any) -> Any:
+def _is_same(value: Any, other: Any) -> Any:
     """Which values are equal; a missing one, NaN, is the same as another."""
-    return (one == other) | ((one != one) & (other != other))
+    return (value == other) | ((value != value) & (other != other))
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal, tensors and arrays (in lists, tuples and dicts too) in shape and all elements."""
-    if one is other:
+def _are_equal(value: Any, other: Any) -> bool:
+    """True if two values are equal, tensors and arrays (in lists, tuples and dicts too) in shape and all elements."""
+    if value is other:
         return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
-        if not are_tensors or one.device != other.device or one.is_meta:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        are_tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
+        if not are_tensors or value.device != other.device or value.is_meta:
             return False
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal(value, other[key]) for key, value in one.items())
-    if getattr(one, "shape", ()) != getattr(other, "shape", ()):
+    if isinstance(value, (list, tuple)) and type(value) is type(other):
+        return len(value) == len(other) and all(map(_are_equal, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_are_equal(item, other[key]) for key, item in value.items())
+    if getattr(value, "shape", ()) != getattr(other, "shape", ()):
         return False
-    same = _is_same(one, other)
+    same = _is_same(value, other)
     return bool(same.all() if hasattr(same, "all") else same)

@@ -64,9 +64,9 @@ def token_lists(given: Iterable[Any], *names: str, also: Sequence[torch.dtype] =
     tokens = [*given]
     dtypes = _INTEGERS.union(also)
     # To check thousands one by one would take a millisecond.
-    if not all(type(one) is Tensor and one.dim() == 1 and one.dtype in dtypes for one in tokens):
+    if not all(type(tensor) is Tensor and tensor.dim() == 1 and tensor.dtype in dtypes for tensor in tokens):
         count = len(names)
-        tokens = [_tokens(f"{names[index % count]}[{index // count}]", one, also) for index, one in enumerate(tokens)]
+        tokens = [_tokens(f"{names[index % count]}[{index // count}]", ids, also) for index, ids in enumerate(tokens)]
     _common_device(tokens)
     if not tokens:
         return torch.empty(0, dtype=torch.int64, device="cpu"), []
@@ -112,7 +112,7 @@ def extremes(tokens: Tensor) -> Tensor:
 def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
     """values[mask], of which there are `count`. Indexing with a mask would wait for the GPU to count them."""
     mask = mask.reshape(-1) == 1
-    places = torch.where(mask, mask.cumsum(0) - 1, count)  # all that is left out goes to one place behind the others
+    places = torch.where(mask, mask.cumsum(0) - 1, count)  # all that is left out goes to one place after the others
     chosen = values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))
     return chosen[:count]
 
@@ -162,7 +162,7 @@ def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: S
 
 def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     device = tensors[0].device if tensors else torch.device("cpu")
-    for other in {one.device for one in tensors} - {device}:
+    for other in {tensor.device for tensor in tensors} - {device}:
         raise SharedPromptError(explain("device", f"{device} for all tensors, as the first", other))
     return device
 
@@ -237,13 +237,13 @@ def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
     name = f"row_values[{name!r}]"
     values = sequences_of(name, values, "tensors")
     try:
-        given = [torch.as_tensor(one) for one in values]
+        given = [torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError):
         raise SharedPromptTypeError(explain(name, "a list of tensors", checks.describe(values))) from None
     _common_device(given)
     check_count(name, given, len(lengths), "sequences")
-    for index, (one, length) in enumerate(zip(given, lengths)):
-        if one.dim() == 0 or one.shape[-1] != length or one.shape[:-1] != given[0].shape[:-1]:
+    for index, (tensor, length) in enumerate(zip(given, lengths)):
+        if tensor.dim() == 0 or tensor.shape[-1] != length or tensor.shape[:-1] != given[0].shape[:-1]:
             expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
-            raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(one.shape)))
+            raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(tensor.shape)))
     return torch.cat(given, -1)

@@ -25,8 +25,8 @@ GLIMPSE = 64
 
 
 def images_of(images: Any, count: int) -> tuple[dict[str, list[Tensor | None]], list[int]]:
-    """What a caller has given for `count` samples, checked; and of each sample the first one with the same images."""
-    values = {name: _checked(name, one, count) for name, one in named("images", images).items()}
+    """Images of `count` samples as a caller gives them, checked; and of each the first sample with the same images."""
+    values = {name: _checked(name, tensors, count) for name, tensors in named("images", images).items()}
     if not values:
         return {}, [0] * count
     of_samples = [*zip(*values.values())]
@@ -34,21 +34,21 @@ def images_of(images: Any, count: int) -> tuple[dict[str, list[Tensor | None]], 
     for alike in groups_of(zip(*map(_glimpses, values.values()))):
         for index in alike:
             # The last candidate is the sample itself.
-            different = (one for one in alike if firsts[one] == one)
-            firsts[index] = next(one for one in different if all(map(_are_equal, of_samples[one], of_samples[index])))
+            unique = (sample for sample in alike if firsts[sample] == sample)
+            firsts[index] = next(twin for twin in unique if all(map(_are_equal, of_samples[twin], of_samples[index])))
     return values, firsts
 
 
-def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+def _are_equal(tensor: Tensor | None, other: Tensor | None) -> bool:
+    return tensor is other or (tensor is not None and other is not None and torch.equal(tensor, other))
 
 
 def _glimpses(values: Sequence[Tensor | None]) -> list[Any]:
     """Shape and up to `GLIMPSE` values of each tensor, as float32, of which zeros are equal; one copy from a GPU."""
-    flat = [one.detach().reshape(-1) for one in values if one is not None]
-    some = [one[:: max(1, len(one) // GLIMPSE)][:GLIMPSE].float() + 0.0 for one in flat]
+    flat = [tensor.detach().reshape(-1) for tensor in values if tensor is not None]
+    some = [tensor[:: max(1, len(tensor) // GLIMPSE)][:GLIMPSE].float() + 0.0 for tensor in flat]
     seen = iter(torch.cat(some).cpu().split([*map(len, some)]) if some else ())
-    return [None if one is None else (one.shape, next(seen).numpy().tobytes()) for one in values]
+    return [None if tensor is None else (tensor.shape, next(seen).numpy().tobytes()) for tensor in values]
 
 
 def _checked(name: str, values: Any, count: int) -> list[Tensor | None]:
@@ -56,17 +56,17 @@ def _checked(name: str, values: Any, count: int) -> list[Tensor | None]:
     given = [*checks.items(name, values, "tensors (of a sample each)")]
     check_count(name, given, count, "samples")
     first: Tensor | None = None
-    for index, one in enumerate(given):
-        if one is None:
+    for index, tensor in enumerate(given):
+        if tensor is None:
             continue
-        if not isinstance(one, Tensor) or one.dim() == 0 or one.is_nested:
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.is_nested:
             raise SharedPromptTypeError(
-                explain(f"{name}[{index}]", "a tensor of at least one dimension, or None", describe(one))
+                explain(f"{name}[{index}]", "a tensor of at least one dimension, or None", describe(tensor))
             )
-        first = one if first is None else first
-        if (one.shape[1:], one.dtype, one.device) != (first.shape[1:], first.dtype, first.device):
+        first = tensor if first is None else first
+        if (tensor.shape[1:], tensor.dtype, tensor.device) != (first.shape[1:], first.dtype, first.device):
             expected = (
                 f"(any, {', '.join(map(str, first.shape[1:]))}) values of {first.dtype} on {first.device}, as before"
             )
-            raise SharedPromptError(explain(f"{name}[{index}]", expected, describe(one)))
+            raise SharedPromptError(explain(f"{name}[{index}]", expected, describe(tensor)))
     return given

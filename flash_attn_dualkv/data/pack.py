@@ -293,7 +293,7 @@ def group_by_prefix(
     min_shared: int | None = None,
     group_ids: GroupIds | None = None,
 ) -> PrefixTree:
-    """What sequences share, without packing them: the nodes that `pack_prefix_tree` would make.
+    """Common prefixes of sequences, without packing them: the nodes that `pack_prefix_tree` would make.
 
     Args:
         sequences, boundary, min_shared, group_ids: of `pack_prefix_tree`. Parts of the tree are then packed with

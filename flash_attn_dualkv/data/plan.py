@@ -36,8 +36,8 @@ def plan(
     Args:
         samples: with prompts, or without any.
         boundary: of `pack_prefix_tree`.
-        min_shared: the fewest tokens that a node after the prompts must save, and all of them together; None: prompts
-            alone are shared, or of samples without prompts 64.
+        min_shared: the fewest tokens that a node after the prompts must save, and all of them together; None: only
+            prompts are shared, or of samples without prompts 64.
         borders: where nodes begin, instead of min_shared.
 
     Raises:

@@ -53,7 +53,7 @@ class PrefixTree:
     ) -> PrefixTree:
         """The tree of depth two of the samples of each prompt; samples of no group have the leaf -1.
 
-        With "replicate" each token of a response has a row of its own that scores it. Checks the boundary alone.
+        With "replicate" each token of a response has a row of its own that scores it. Checks only the boundary.
         """
         shift = SHIFTS[checked_boundary(boundary)]
         lens: list[int] = []
@@ -94,14 +94,14 @@ class PrefixTree:
         )
 
     def take(self, chosen: Sequence[int]) -> PrefixTree:
-        """The tree of some of the sequences, in this order: the nodes on their paths, cut behind the last token of all.
+        """The tree of some of the sequences, in this order: the nodes on their paths, cut after the last token of all.
 
         Nodes begin where they begin here, so that a node may have a single child.
 
         Raises:
             SharedPromptError: a sequence that does not exist.
         """
-        chosen = [checks.integer("chosen", one, 0, len(self.leaves) - 1) for one in chosen]
+        chosen = [checks.integer("chosen", index, 0, len(self.leaves) - 1) for index in chosen]
         lens = [-1] * len(self.node_lens)  # of the nodes that are kept
         lowest: list[int] = []  # of each sequence the node with its last token
         for index in chosen:
@@ -140,7 +140,7 @@ class PrefixTree:
 
 
 class Spans(NamedTuple):
-    """What each sequence has of each node on its path, from the root, sequence by sequence; (spans,) on the host.
+    """Part of each sequence in each node on its path, from the root, sequence by sequence; (spans,) on the host.
 
     Tokens are counted over all sequences. Span i begins at the token begins[i], and its token t has the row
     t + shifts[i].

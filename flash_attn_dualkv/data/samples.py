@@ -27,7 +27,7 @@ GroupValues = Mapping[str, Sequence[Any]]
 
 
 class Beside(NamedTuple):
-    """What is given for sequences beside their tokens; of `pack_shared_prompts`."""
+    """Arguments of `pack_shared_prompts` for sequences, in addition to their tokens."""
 
     group_ids: Any = None
     row_values: Any = None
@@ -206,7 +206,7 @@ def read_padded(input_ids: Any, attention_mask: Any, prompt_length: Any, beside:
 def _say_where_prompts_end(
     columns: int, begins: Sequence[int], lengths: Sequence[int], response_lens: Sequence[int]
 ) -> None:
-    """Say it once if a row looks like a padded whole sequence, whose response is among the columns of prompts."""
+    """Warns once if a row looks like a padded whole sequence, whose response is among the columns of prompts."""
     for index, (begin, length, response_len) in enumerate(zip(begins, lengths, response_lens)):
         if response_len == 0 and 0 < begin + length < columns:
             say_once(

@@ -97,7 +97,7 @@ def as_tree(groups: Any, prompt_lens: Any, response_lens: Any) -> PrefixTree:
         given = checks.items(name, members, "sample indices")
         if not len(given):
             raise SharedPromptError(explain(name, "at least one sample", "none"))
-        own = [checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1) for at, one in enumerate(given)]
+        own = [checks.integer(f"{name}[{at}]", index, 0, len(prompts) - 1) for at, index in enumerate(given)]
         checked.append(own)
         for index in own:
             if index in seen:
@@ -113,7 +113,7 @@ def below(tree: PrefixTree, tops: Sequence[int]) -> list[list[int]]:
     """The sequences with the same one of `tops`, a number for each node; those that share most beside each other."""
     held = (index for index, length in enumerate(tree.sequence_lens) if tree.leaves[index] >= 0 or not length)
     groups: dict[int, list[int]] = {}
-    for index in sorted(held, key=lambda one: (tree.leaves[one], tree.sequence_lens[one])):
+    for index in sorted(held, key=lambda index: (tree.leaves[index], tree.sequence_lens[index])):
         leaf = tree.leaves[index]
         groups.setdefault(tops[leaf] if leaf >= 0 else -1, []).append(index)
     return [*groups.values()]
@@ -159,12 +159,12 @@ def _split_further(micro_batches: list[list[int]], groups: Sequence[Sequence[int
     """Cuts micro-batches in two until there are `wanted`: between groups while there are any, nearest to the middle."""
     group_of = {index: number for number, members in enumerate(groups) for index in members}
 
-    def cuts(one: list[int]) -> list[int]:
-        return [at for at in range(1, len(one)) if group_of[one[at - 1]] != group_of[one[at]]]
+    def cuts(members: list[int]) -> list[int]:
+        return [at for at in range(1, len(members)) if group_of[members[at - 1]] != group_of[members[at]]]
 
     micro_batches = list(micro_batches)
     while len(micro_batches) < wanted:
-        chosen = max(micro_batches, key=lambda one: (len(one) > 1, bool(cuts(one)), len(one)))
+        chosen = max(micro_batches, key=lambda members: (len(members) > 1, bool(cuts(members)), len(members)))
         middle = len(chosen) / 2
         cut = min(cuts(chosen) or range(1, len(chosen)), key=lambda at: abs(at - middle))
         at = micro_batches.index(chosen)
@@ -211,7 +211,7 @@ def _united(parts: list[tuple[int, list[int]]], room: int) -> list[tuple[int, li
     sizes = [size for size, _ in parts]
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, number of the bin), rising
-    order = sorted(range(len(parts)), key=lambda one: -sizes[one])
+    order = sorted(range(len(parts)), key=lambda part: -sizes[part])
     if order and sum(sizes) <= room:
         bins, order = [order], []
     for index in order:

@@ -61,7 +61,7 @@ def build_tree(
 
 
 def _marked(tokens: Tensor, lengths: Sequence[int], borders: Sequence[Sequence[int]], shift: int) -> Tensor:
-    """What is compared: a token, and whether a node ends `shift` places before the next one."""
+    """Keys to compare: a token, and whether a node ends `shift` places before the next one."""
     firsts = offsets_of(int64s(lengths)).tolist()
     marked = [
         first + border + shift - 1
@@ -104,7 +104,7 @@ class _Leaves(NamedTuple):
     def of(tokens: Tensor, lengths: Sequence[int], groups: Sequence[Hashable] | None) -> _Leaves:
         begins = offsets_of(int64s(lengths))[:-1]
         seen: dict[Hashable, int] = {}
-        numbers = [seen.setdefault(one, len(seen)) for one in groups or [0] * len(lengths)]
+        numbers = [seen.setdefault(group, len(seen)) for group in groups or [0] * len(lengths)]
         index = int64s(_sorted(tokens, begins, lengths, numbers))
         sizes = take(int64s(lengths), index)
         common = _common_prefixes(tokens, take(begins, index), sizes, take(int64s(numbers), index))
@@ -127,7 +127,7 @@ def _sorted(tokens: Tensor, begins: Tensor, lengths: Sequence[int], groups: Sequ
     # The most significant byte first: then bytes are in the order of the numbers.
     swapped = tokens.contiguous().view(torch.uint8).view(-1, tokens.itemsize).flip(1).view(-1).view(torch.int64)
     keys = bytes_of(swapped, begins.tolist(), lengths)
-    return sorted(range(len(lengths)), key=lambda one: (groups[one], keys[one]))
+    return sorted(range(len(lengths)), key=lambda sequence: (groups[sequence], keys[sequence]))
 
 
 def _common_prefixes(tokens: Tensor, begins: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ def _common_prefixes(tokens: Tensor, begins: Tensor, lengths: Tensor, groups: Te
     ends = shorter.cumsum(0)
     firsts, count = ends - shorter, int(shorter.sum())
     pair, place = expand(shorter, count)
-    one = take(tokens, take(begins[:-1] - firsts, pair).add_(place))
+    token = take(tokens, take(begins[:-1] - firsts, pair).add_(place))
     other = take(tokens, take(begins[1:] - firsts, pair).add_(place))
-    # The first place of each pair at which they differ; behind the pair's own where they do not.
-    differing = torch.nn.functional.pad((one != other).nonzero().view(-1), (0, 1), value=count)
+    # The first place of each pair at which they differ; after the pair's own where they do not.
+    differing = torch.nn.functional.pad((token != other).nonzero().view(-1), (0, 1), value=count)
     first = take(differing, torch.searchsorted(differing, firsts))
     return torch.minimum(first, ends) - firsts
 
@@ -158,7 +158,7 @@ class _Tree:
         self.first_leaves = [*range(len(self.ends))]
         path = [root]  # to the leaf before
         for leaf, border in enumerate(borders):
-            below = leaf  # the last node that the path leaves behind
+            below = leaf  # the last node that leaves the path
             while self.ends[path[-1]] > border:
                 below = path.pop()
             if self.ends[path[-1]] < border:
@@ -188,7 +188,7 @@ class _Tree:
             self.parents[leaf] = above[self.parents[leaf]]
 
     def _limits(self, least: int) -> list[int]:
-        """Where a kept node above each inner node may end at most for it to be kept; negative for never.
+        """Last place at which a kept node above each inner node may end for it to be kept; negative for never.
 
         The least sum of a subtree, if the next kept node above it ends at x, is made of straight pieces: a child costs
         its end less x. Such a function is the line `constants[node] - counts[node] * x` of the largest x, and in a heap
@@ -219,15 +219,15 @@ class _Tree:
             limits[node] = limit
             # Below its limit the node is kept, whatever is in its subtree.
             heap = [(-limit, own - constant, 1 - count)] if limit >= 0 else heap
-            for one in passed:
-                heappush(heap, one)
+            for line in passed:
+                heappush(heap, line)
             parent = self.parents[node]
             constants[parent] += constants[node]
             counts[parent] += counts[node]
             # The smaller one goes into the larger: a node may have a child for each sequence.
             less, more = sorted((heap, heaps[parent]), key=len)
-            for one in less:
-                heappush(more, one)
+            for line in less:
+                heappush(more, line)
             heaps[parent] = more
         return limits
 

@@ -30,7 +30,7 @@ def unpack_logprobs(
         batch: where they come from. Values of another batch with as many are not told from its own.
         width: columns of the result, for a trainer's mask of (B, width); None for the most scored tokens of
             a sequence.
-        fill: what stands behind them.
+        fill: what stands after them.
         per_row: which of the two `values` is; None: as its length says.
 
     Returns:
