@@ -71,7 +71,7 @@ def flash_attn_dualkv_varlen_func(
             of 8, at most 512 (256 on GPUs other than Hopper).
         k_context, v_context: (total_context, H_k, d) and (total_context, H_k, d_v); H is a multiple
             of H_k; d_v a multiple of 8, with the same limit.
-        k_decoded, v_decoded: (total_decoded, H_k, d) and (total_decoded, H_k, d_v); the rows behind
+        k_decoded, v_decoded: (total_decoded, H_k, d) and (total_decoded, H_k, d_v); the rows after
             the context where all keys are one tensor. Other rows pass unnoticed: offsets may end
             early.
         cu_seqlens_q: (N+1,) int32, sequence i has the rows [i] .. [i+1] - 1 of q.
@@ -80,7 +80,7 @@ def flash_attn_dualkv_varlen_func(
         context_seqlen: rows of k_context; with `cu_seqlens_context` the longest context. By these
             three the backward chooses among its kernels: wrong ones cost time, never exactness.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
-        causal: a row sees no key behind it; without, it sees all keys of its sequence.
+        causal: a row sees no key after it; without, it sees all keys of its sequence.
         cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1 of k_context. None:
             one group.
         cu_seqs_per_context: (G+1,) int32, from 0 to N: group g owns the sequences [g] .. [g+1] - 1.
@@ -107,7 +107,7 @@ def flash_attn_dualkv_varlen_func(
         TypeError, ValueError: an argument is not as described; the message names it. Values of
             offsets are checked on the CPU, and on a GPU only with DUALKV_DEBUG=1 in the environment
             (which synchronises): otherwise wrong offsets give wrong numbers.
-        NotImplementedError: without `causal` a window that ends behind the row; a softcap that the
+        NotImplementedError: without `causal` a window that ends after the row; a softcap that the
             CUDA kernels lack.
         RuntimeError: CUDA tensors in an installation without kernels.
     """

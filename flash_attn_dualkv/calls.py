@@ -19,7 +19,7 @@ from . import checks
 
 
 class Options(NamedTuple):
-    """What a call computes besides its tensors.
+    """Settings of a call, in addition to its tensors.
 
     softmax_scale: factor of the scores, > 0. causal: a row sees only keys up to its own logical
     position. window_left: positions before its own that a row sees; -1 for all. softcap: bound of
@@ -105,7 +105,7 @@ def check_call(call: ForwardCall | BackwardCall) -> None:
     inputs = {name: getattr(call, name) for name in ("q", "k", "v", "k_decoded", "v_decoded")}
     if (call.k_decoded is None) != (call.v_decoded is None):
         raise ValueError(checks.explain("v_decoded", "None or a tensor, as k_decoded", "only one of them"))
-    given = {name: one for name, one in inputs.items() if one is not None}
+    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     checks.check_alike([*given], [*given.values()], checks.CPU_DTYPES if call.options.reference else None)
     q, k, v = call.q, call.k, call.v
     if q.shape[1] < 1:
@@ -114,9 +114,9 @@ def check_call(call: ForwardCall | BackwardCall) -> None:
     checks.check_pair_shape(q, "k", k, "v", v)
     if call.k_decoded is not None and call.v_decoded is not None:
         checks.check_pair_shape(q, "k_decoded", call.k_decoded, "v_decoded", call.v_decoded)
-        for name, one, other in (("k_decoded", call.k_decoded, k), ("v_decoded", call.v_decoded, v)):
-            if one.shape[1:] != other.shape[1:]:
-                raise ValueError(checks.explain(name, f"shape (rows, *{tuple(other.shape[1:])})", tuple(one.shape)))
+        for name, tensor, other in (("k_decoded", call.k_decoded, k), ("v_decoded", call.v_decoded, v)):
+            if tensor.shape[1:] != other.shape[1:]:
+                raise ValueError(checks.explain(name, f"shape (rows, *{tuple(other.shape[1:])})", tuple(tensor.shape)))
         checks.check_key_rows(call.k_decoded, "k", k)
     checks.number("softmax_scale", call.options.softmax_scale)
     checks.check_table("nodes", call.nodes, q.device)
@@ -124,8 +124,8 @@ def check_call(call: ForwardCall | BackwardCall) -> None:
     checks.check_sinks(call.sinks, q)
     if isinstance(call, ForwardCall):
         return
-    for name, one in (("dout", call.dout), ("out", call.out)):
-        checks.check_shape(name, one, out_shape, q.device, q.dtype)
+    for name, tensor in (("dout", call.dout), ("out", call.out)):
+        checks.check_shape(name, tensor, out_shape, q.device, q.dtype)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, statistics in (("lse", call.lse), ("dlse", call.dlse)):
         if statistics is not None:
@@ -143,7 +143,7 @@ def schema(kind: type[NamedTuple]) -> str:
     None has a default: the dispatcher would leave it out of what it hands to the implementations.
     """
     hints = get_type_hints(kind).items()
-    return ", ".join(schema(one) if one is Options else f"{_SCHEMA_TYPES[one]} {name}" for name, one in hints)
+    return ", ".join(schema(hint) if hint is Options else f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints)
 
 
 def pack(call: ForwardCall | BackwardCall) -> tuple[Any, ...]:
@@ -152,7 +152,7 @@ def pack(call: ForwardCall | BackwardCall) -> tuple[Any, ...]:
 
 
 def unpack(kind: type[AnyCall], arguments: Sequence[Any]) -> AnyCall:
-    """What an operator was called with."""
+    """The call whose fields an operator was called with."""
     tensors = len(kind._fields) - 1
     return cast(AnyCall, kind._make((*arguments[:tensors], Options(*arguments[tensors:]))))
 

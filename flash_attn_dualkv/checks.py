@@ -24,7 +24,7 @@ from .errors import SharedPromptError, SharedPromptTypeError
 T = TypeVar("T")
 
 MAX_HEAD_DIM = 512
-PORTABLE_HEAD_DIM = 256  # the largest of the kernels that are not Hopper's alone
+PORTABLE_HEAD_DIM = 256  # the largest of the kernels that are not only Hopper's
 KERNEL_SOFTCAPS = (0.01, 1000.0)  # the least and the largest of the CUDA kernels; csrc/core/softcap.h says why
 HEAD_DIM_MULTIPLE = 8
 # Logical positions and rows of two tensors of keys are int32 sums.
@@ -154,7 +154,7 @@ def lengths(name: str, values: Any, count: int | None = None, like: str = "", le
         check_count(name, given, count, like)
     if set(map(type, given)) <= {int} and min(given, default=least) >= least:
         return list(given)
-    return [integer(f"{name}[{index}]", one, least) for index, one in enumerate(given)]
+    return [integer(f"{name}[{index}]", value, least) for index, value in enumerate(given)]
 
 
 def check_count(name: str, values: Sized, count: int, like: str) -> None:
@@ -178,11 +178,11 @@ def group_ids(values: Any) -> list[Hashable] | Tensor:
     if not isinstance(values, Iterable) or has_no_order:
         raise SharedPromptTypeError(explain("group_ids", "hashable values or one integer tensor", describe(values)))
     ids = list(values)
-    for index, one in enumerate(ids):
+    for index, value in enumerate(ids):
         # Equal tensors have different hashes.
-        if isinstance(one, Tensor) or not _is_hashable(one):
+        if isinstance(value, Tensor) or not _is_hashable(value):
             raise SharedPromptTypeError(
-                explain(f"group_ids[{index}]", "a hashable value that is no tensor", describe(one))
+                explain(f"group_ids[{index}]", "a hashable value that is no tensor", describe(value))
             )
     return ids
 
@@ -266,7 +266,7 @@ def check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequen
     if allowed is None:
         allowed = CUDA_DTYPES if tensors[0].is_cuda else CPU_DTYPES
     if dtype not in allowed:
-        expected = " or ".join(str(one) for one in allowed)
+        expected = " or ".join(map(str, allowed))
         raise TypeError(explain(names[0], f"dtype {expected} on {device.type}", dtype))
     for name, tensor in zip(names, tensors):
         if tensor.dtype != dtype:
@@ -305,7 +305,7 @@ def check_decoded(k: Tensor, v: Tensor, k_context: Tensor, v_context: Tensor) ->
     """Check k_decoded and v_decoded against the context's keys and values, which they follow.
 
     A tensor that begins with the context's own rows is `k` where `k[context_seqlen:]` is meant:
-    offsets may end before the tensors do, so the rows behind would pass for padding.
+    offsets may end before the tensors do, so the rows after them would pass for padding.
     """
     if k.shape[1] != k_context.shape[1]:
         raise ValueError(explain("k_decoded", f"{k_context.shape[1]} heads (as k_context)", k.shape[1]))
@@ -329,7 +329,7 @@ def check_key_rows(decoded: Tensor, name: str, keys: Tensor) -> None:
 
 
 def address(tensor: Any) -> int | None:
-    """Where a tensor lies in memory; None in traces and for wrappers, where nobody knows, and for what is no tensor."""
+    """Address of a tensor in memory; None in traces, for wrappers (both unknown) and for what is no tensor."""
     if type(tensor) is not Tensor or torch.compiler.is_compiling():
         return None
     try:
@@ -415,19 +415,19 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
 
 
 def is_kernel_softcap(softcap: float) -> bool:
-    """Whether the CUDA kernels have this softcap; 0 is none."""
+    """True if the CUDA kernels have this softcap; 0 is none."""
     return softcap == 0.0 or KERNEL_SOFTCAPS[0] <= softcap <= KERNEL_SOFTCAPS[1]
 
 
 def resolve_window(causal: Any, window_size: Any) -> tuple[bool, int]:
-    """Whether the mask is causal, and how many positions before its own a row sees (-1: all).
+    """True if the mask is causal, and how many positions before its own a row sees (-1: all).
 
     As in FlashAttention, a window that ends with the row's own position is causality, and causality
     ends every window there.
     """
     flag("causal", causal)
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not is_pair or any(isinstance(one, bool) or not isinstance(one, int) for one in window_size):
+    if not is_pair or any(isinstance(bound, bool) or not isinstance(bound, int) for bound in window_size):
         raise TypeError(explain("window_size", "two ints", type(window_size).__name__))
     left, right = window = tuple(window_size)
     if min(window) < -1 or max(window) >= 2**31:
@@ -453,7 +453,7 @@ def autocast(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not torch.is_autocast_enabled(device_type):
         return [*tensors]
     dtype = torch.get_autocast_dtype(device_type)
-    return [one.to(dtype) if _is_castable(one, device_type) else one for one in tensors]
+    return [tensor.to(dtype) if _is_castable(tensor, device_type) else tensor for tensor in tensors]
 
 
 def _is_castable(tensor: Tensor, device_type: str) -> bool:

@@ -40,7 +40,7 @@ TRIAL_DIFFERENCE = 0.02
 def endpoints(
     node_lens: Sequence[int], parents: Sequence[int], device: torch.device | str, window_left: int = -1
 ) -> Tensor:
-    """What each row sees, as intervals of rows: [0, F0), [F1, F2), [F3, F4) and so on.
+    """Rows that each row sees, as intervals: [0, F0), [F1, F2), [F3, F4) and so on.
 
     A row's intervals are the nodes of its path, neighbours in the packed row as one, up to the row itself. In front of
     a window they begin later: keys of a run that begins at row r and position p have the position `key + p - r`.
@@ -53,7 +53,7 @@ def endpoints(
         (1, F, rows) int32, F odd, ascending in F. It grows with the depth of the tree.
     """
     begins = [*accumulate(node_lens, initial=0)]
-    ends: list[int] = []  # positions behind the last row of each node
+    ends: list[int] = []  # positions after the last row of each node
     paths: list[list[tuple[int, int, int]]] = []  # of each node the runs of its path: first row, end, first position
     for node, (length, parent) in enumerate(zip(node_lens, parents)):
         position = ends[parent] if parent >= 0 else 0
@@ -64,7 +64,7 @@ def endpoints(
             runs.pop()
         paths.append([*runs, run])
         ends.append(position + length)
-    from_zero = window_left < 0 and all(one[0][0] == 0 for one in paths)  # the first interval is a run of the path
+    from_zero = window_left < 0 and all(path[0][0] == 0 for path in paths)  # the first interval is a run of the path
     count = max(map(len, paths), default=1) + (not from_zero)
     front = [] if from_zero else [(0, 0, 0)]
     padded = [
@@ -74,7 +74,7 @@ def endpoints(
     own = [(end - length, begin) for end, length, begin in zip(ends, node_lens, begins)]
     positions = torch.tensor(own, dtype=torch.int32).reshape(-1, 2).T
     lens = torch.tensor(node_lens, dtype=torch.int64).to(device)
-    expanded = [one.to(device).repeat_interleave(lens, -1, output_size=begins[-1]) for one in (table, positions)]
+    expanded = [tensor.to(device).repeat_interleave(lens, -1, output_size=begins[-1]) for tensor in (table, positions)]
     (firsts, lasts, places), (own_position, own_begin) = expanded
     row = torch.arange(begins[-1], dtype=torch.int32, device=device)
     if window_left >= 0:
@@ -108,7 +108,7 @@ def attend(
     rows = layout.num_tokens - layout.pad
     if ops.requires_grad((q, k, v)):
         q, k, v = ops.GuardedInputs.apply(q, k, v)
-    parts = [one[:rows].contiguous()[None] for one in (q, k, v)]
+    parts = [tensor[:rows].contiguous()[None] for tensor in (q, k, v)]
     out, lse = _module().flex_attn_func(
         *parts, mask_plan=_plan(layout, options.window_left, *parts), softmax_scale=options.softmax_scale,
         deterministic=kernels.is_deterministic(options.deterministic), return_lse=True,
@@ -141,7 +141,7 @@ def capability(device: int) -> tuple[int, int]:
 
 
 def is_default(device: int) -> bool:
-    """Whether "auto" is cuDNN on a GPU: data-center Blackwell runs this package's kernels from PTX alone."""
+    """True if "auto" is cuDNN on a GPU: data-center Blackwell runs this package's kernels only from PTX."""
     return capability(device)[0] == 10
 
 
@@ -154,7 +154,7 @@ def unavailable(device: int) -> str | None:
 
 
 def lacks(q: Tensor, v: Tensor, layout: SharedPromptLayout, options: Options) -> str | None:
-    """What cuDNN lacks for a call."""
+    """Reason why cuDNN cannot run a call: what it lacks; None if it can."""
     if options.softcap:
         return "a softcap"
     if layout.query_rows is not None:
@@ -228,8 +228,8 @@ def _tried(
             got = [out, *torch.autograd.grad(out, leaves, dout)]
         except Exception as error:  # of a compiler, a driver, or a limit
             return f"what it needs on this GPU ({type(error).__name__}: {error})"
-    for name, one, other in zip(("O", "dQ", "dK", "dV", "the sinks' gradient"), got, wanted):
-        apart = ((one.float() - other.float()).norm() / other.float().norm()).item()
+    for name, tensor, other in zip(("O", "dQ", "dK", "dV", "the sinks' gradient"), got, wanted):
+        apart = ((tensor.float() - other.float()).norm() / other.float().norm()).item()
         if not apart <= TRIAL_DIFFERENCE:
             return f"exactness on this GPU ({name} differs from this package's by {apart:.3f} in norm)"
     return None

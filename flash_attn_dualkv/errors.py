@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the shared-prompt functions raise, and what they say once."""
+"""Errors of the shared-prompt functions, and warnings that are given once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SharedPromptLayoutError(SharedPromptError):
 
 
 class SharedPromptUnsupportedError(SharedPromptError, NotImplementedError):
-    """What cannot be computed with a shared prompt, such as a head dimension above 512."""
+    """Something that cannot be computed with a shared prompt, such as a head dimension above 512."""
 
 
 def say_once(text: str, about: str | None = None) -> None:

@@ -108,13 +108,13 @@ def runs(begins: Iterable[int], lengths: Iterable[int]) -> Tensor:
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Integer tensors of one device as flat, contiguous int64 tensors of the host; from a GPU in one copy."""
-    flat = [one.reshape(-1) for one in tensors]
+    flat = [tensor.reshape(-1) for tensor in tensors]
     if not flat[0].is_cuda:
-        return [one.to("cpu", torch.int64).contiguous() for one in flat]
+        return [tensor.to("cpu", torch.int64).contiguous() for tensor in flat]
     together = flat[0] if len(flat) == 1 else torch.cat(flat)
     # Several times faster into pinned memory.
     host = torch.empty(together.shape, dtype=torch.int64, device="cpu", pin_memory=True).copy_(together)
-    return [*host.split_with_sizes([one.numel() for one in flat])]
+    return [*host.split_with_sizes([tensor.numel() for tensor in flat])]
 
 
 @untraced
@@ -126,15 +126,15 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     another. A copy from the host to a GPU starts from pinned memory: the host does not wait for it.
     """
     source, to_gpu = tensors[0].device, device.type == "cuda"
-    words = [one.reshape(-1).view(torch.int64) for one in tensors]
+    words = [tensor.reshape(-1).view(torch.int64) for tensor in tensors]
     sizes = [*map(Tensor.numel, words)]
     is_pinned = to_gpu and source.type == "cpu"
     buffer = torch.empty(sum(sizes), dtype=torch.int64, device=source, pin_memory=is_pinned)
     parts = torch.cat(words, out=buffer).to(device, non_blocking=to_gpu).unsafe_split_with_sizes(sizes)
-    is_flat = [one.dim() == 1 and one.dtype == torch.int64 for one in tensors]
+    is_flat = [tensor.dim() == 1 and tensor.dtype == torch.int64 for tensor in tensors]
     return [
-        part if stays else part.view(one.dtype).view(one.shape).data
-        for part, one, stays in zip(parts, tensors, is_flat)
+        part if stays else part.view(tensor.dtype).view(tensor.shape).data
+        for part, tensor, stays in zip(parts, tensors, is_flat)
     ]
 
 
@@ -151,11 +151,11 @@ class SeparatelyPickled:
     """
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: one.clone() if isinstance(one, Tensor) else one for name, one in self.__dict__.items()}
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.__dict__.items()}
 
 
-def same_device(one: torch.device, other: torch.device) -> bool:
-    """Whether they are one; "cuda" without an index is the current GPU."""
-    if one.type == other.type == "cuda":
-        return len({torch.cuda.current_device() if each.index is None else each.index for each in (one, other)}) == 1
-    return one == other
+def same_device(device: torch.device, other: torch.device) -> bool:
+    """True if both are one device; "cuda" without an index is the current GPU."""
+    if device.type == other.type == "cuda":
+        return len({torch.cuda.current_device() if each.index is None else each.index for each in (device, other)}) == 1
+    return device == other

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the nodes of a micro-batch lie in its packed row: built once, read by every attention layer."""
+"""Places of the nodes of a micro-batch in its packed row: built once, read by every attention layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIN_LEAVING = 64
 
 @dataclass(frozen=True, eq=False)
 class SharedPromptLayout(SeparatelyPickled):
-    """Where the nodes of a micro-batch lie in its packed row: prompts with their responses, or trees of any depth.
+    """Places of the nodes of a micro-batch in its packed row: prompts with their responses, or trees of any depth.
 
     The row is [node_1 .. node_n][padding], depth first: a node, then its subtree. So each prompt (its context) is
     followed by its responses. The layout holds one integer tensor and host integers, once per micro-batch.
@@ -43,7 +43,7 @@ class SharedPromptLayout(SeparatelyPickled):
         input_ids: (T,) int64, those of that batch, or None. Another batch's are refused; copies are not known.
         query_rows: (m,) int64, rising: the rows that are queries, of a layout that is another one's `late`. Its nodes
             have these, and the keys of all rows. None: all rows.
-        late: the layout of a model's last layers, before which rows that nobody reads leave. None: all rows stay.
+        late: the layout of a model's last layers, before which unread rows leave. None: all rows stay.
     """
 
     nodes: Tensor
@@ -72,7 +72,7 @@ class SharedPromptLayout(SeparatelyPickled):
         Args:
             node_lens: (n,) rows of each node, >= 0.
             parents: (n,) the node that each continues, before it; -1 for roots.
-            pad: rows behind the last node.
+            pad: rows after the last node.
             device: of the layout; None for the CPU.
 
         Raises:
@@ -150,7 +150,7 @@ class SharedPromptLayout(SeparatelyPickled):
     @untraced
     @torch.inference_mode(False)  # autograd saves its tables
     def reading(self, rows: Tensor) -> SharedPromptLayout | None:
-        """The layout of layers whose output is read in some rows alone, and which take the keys of all from elsewhere.
+        """Layout of layers that compute only `rows` as queries and attend to the keys of all rows.
 
         Other rows between two of these stay where they are fewer than `MIN_LEAVING`. Waits for a GPU that has `rows`.
 
@@ -163,7 +163,7 @@ class SharedPromptLayout(SeparatelyPickled):
         is_read = torch.zeros(self.num_tokens + 2, dtype=torch.int8, device=rows.device)
         is_read[rows + 1] = 1
         edges = [0, *is_read.diff().nonzero().view(-1).tolist(), self.num_tokens]
-        leaving = [one for one in zip(edges[::2], edges[1::2]) if one[1] - one[0] >= MIN_LEAVING]
+        leaving = [run for run in zip(edges[::2], edges[1::2]) if run[1] - run[0] >= MIN_LEAVING]
         borders = [0, *chain.from_iterable(leaving), self.num_tokens]
         read = [(begin, end) for begin, end in zip(borders[::2], borders[1::2]) if begin < end]
         if not leaving or not read:
@@ -178,7 +178,7 @@ class SharedPromptLayout(SeparatelyPickled):
         return replace(self, nodes=nodes, query_rows=index, mean_keys=mean, position_ids=None, late=None)
 
     def is_like(self, other: SharedPromptLayout) -> bool:
-        """Whether both describe the same row; their tensors may be different copies."""
+        """True if both describe the same row; their tensors may be different copies."""
         return (
             self.node_lens == other.node_lens
             and self.node_parents == other.node_parents
@@ -202,7 +202,7 @@ class SharedPromptLayout(SeparatelyPickled):
         place = target.type, index
         if place not in copies:
             of_batch = ("position_ids", "input_ids")
-            own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in of_batch}
+            own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in of_batch}
             tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
             moved: dict[str, Any] = dict(zip(tensors, to_device([*tensors.values()], target)))
             moved |= {name: value.to(target) for name, value in own.items() if isinstance(value, SharedPromptLayout)}
@@ -244,7 +244,7 @@ class SharedPromptLayout(SeparatelyPickled):
 def check_unpacked(position_ids: Any, attention_mask: Any = None, input_ids: Any = None) -> None:
     """SharedPromptLayoutError for positions or ids of a packed row, or views of them, that come without their layout.
 
-    A mask of one's own, of all pairs of rows, may stand for the layout, and one sequence alone needs none. Nothing is
+    A mask of all pairs of rows may stand for the layout, and a single sequence needs none. Nothing is
     known of copies and of what a compiler traces.
     """
     if isinstance(attention_mask, Mapping) or (isinstance(attention_mask, Tensor) and attention_mask.dim() >= 3):
@@ -273,7 +273,7 @@ def _mark(tensor: Tensor, node_parents: Sequence[int]) -> None:
 
 
 def _needs_layout(tensor: Any) -> bool | None:
-    """Whether a tensor has ids or positions of a packed row of more than one sequence; None if of no known row."""
+    """True if a tensor has ids or positions of a packed row of more than one sequence; None if of no known row."""
     if checks.address(tensor) is None:
         return None
     notes = tensor.untyped_storage().__dict__.get("dualkv_packed", {})
@@ -282,5 +282,5 @@ def _needs_layout(tensor: Any) -> bool | None:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward in this thread, which may compute a checkpointed layer again."""
+    """True if autograd runs a backward in this thread, which may compute a checkpointed layer again."""
     return torch._C._current_graph_task_id() != -1

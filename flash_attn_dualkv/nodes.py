@@ -3,7 +3,7 @@
 
 A node is a run of queries and a run of keys that continue another node, its parent. A path is a node's ancestors from
 the root to itself. A query sees the keys on its node's path whose logical position is not beyond its own, or without
-causality all of them. A context with its responses is a tree of depth 2, a sequence by itself one of depth 1.
+causality all of them. A context with its responses is a tree of depth 2, a single sequence one of depth 1.
 
 The table is int32, contiguous, on the device of the tensors that it describes, one row of `Node` each. Nodes are in
 depth-first order: a node, then its subtree. Their rows may lie anywhere.
@@ -28,9 +28,9 @@ class Node(NamedTuple):
     """A row of the (n, 8) table.
 
     q_begin, q_len: its rows of q. q_pos0: logical position of the first of them; it may be negative, or below that of
-    the node's own keys. kv_begin, kv_len: its keys, as rows of k and, counted on behind them, of k_decoded; they lie in
+    the node's own keys. kv_begin, kv_len: its keys, as rows of k and, counted on after them, of k_decoded; they lie in
     one of the two. kv_pos0: logical position of the first of them, which is the number of keys of all ancestors.
-    parent: an index of the table, -1 for a root. subtree_end: the index behind the last descendant.
+    parent: an index of the table, -1 for a root. subtree_end: the index after the last descendant.
     """
 
     q_begin: int
@@ -128,7 +128,7 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     Args:
         cu_seqlens: (n+1,) int32, where the nodes begin.
         parents: (n,) int32, the node that each continues, -1 for roots.
-        total: rows of the packed tensors; those behind the last node are padding.
+        total: rows of the packed tensors; those after the last node are padding.
 
     Returns:
         (n, 8).
@@ -153,7 +153,7 @@ def tree_table(
     """The table of trees on the host, the most rows of a path, and how many of its path a row sees on average.
 
     The average is rounded up; errors are those of `tree_nodes`. `begins`: the first row of each node; None where they
-    lie one behind the other.
+    lie one after the other.
     """
     ends = _subtree_ends(parents, "parents[{}]")
     positions = path_begins(lengths, parents)
@@ -180,9 +180,9 @@ def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tu
     which there is no query are left out.
 
     Args:
-        lengths: rows of each node, depth first; the keys of all nodes lie one behind the other.
+        lengths: rows of each node, depth first; the keys of all nodes lie one after the other.
         parents: the node that each continues, -1 for roots.
-        runs: [begin, end) of rows, in ascending order, of which the queries are here, one run behind the other.
+        runs: [begin, end) of rows, in ascending order, of which the queries are here, one run after the other.
     """
     starts = [*accumulate(lengths, initial=0)]
     own: list[list[tuple[int, int]]] = [[] for _ in lengths]
@@ -194,7 +194,7 @@ def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tu
             stop = min(end, starts[node + 1])
             own[node].append((begin, stop))
             begin = stop
-    is_seen = [bool(one) for one in own]
+    is_seen = [bool(runs) for runs in own]
     for index in reversed(range(len(parents))):
         if is_seen[index] and parents[index] >= 0:
             is_seen[parents[index]] = True
@@ -210,13 +210,13 @@ def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tu
             rows.append((row, end - begin, position + begin - start, *keys, above))
             row += end - begin
             keys, above = (start + length, 0, position + length), places[index]
-    ends = _subtree_ends([one[-1] for one in rows], "parents[{}]")
-    numbers = chain.from_iterable((*one, end) for one, end in zip(rows, ends))
+    ends = _subtree_ends([entry[-1] for entry in rows], "parents[{}]")
+    numbers = chain.from_iterable((*entry, end) for entry, end in zip(rows, ends))
     return ints(numbers, torch.int32).view(-1, COLUMNS)
 
 
 def _subtree_ends(parents: Sequence[int], name: str) -> list[int]:
-    """The index behind the last descendant of each node; an error, for the node's `name`, unless depth-first."""
+    """The index after the last descendant of each node; an error, for the node's `name`, unless depth-first."""
     ends = [len(parents)] * len(parents)
     path: list[int] = []
     for index, parent in enumerate(parents):
@@ -232,7 +232,7 @@ def _subtree_ends(parents: Sequence[int], name: str) -> list[int]:
 
 
 def visible_pairs(begin: int, length: int) -> int:
-    """Pairs of a query and a key that it sees, of `length` rows of a path behind its first `begin`."""
+    """Pairs of a query and a key that it sees, of `length` rows of a path after its first `begin`."""
     return length * (2 * begin + length + 1) // 2
 
 
@@ -270,8 +270,8 @@ def checked_nodes(nodes: Tensor, q_rows: int, k_rows: int, decoded_rows: int | N
     for index, (node, end) in enumerate(zip(table, ends)):
         if node.subtree_end != end:
             raise ValueError(explain(f"nodes[{index}].subtree_end", f"{end} (as the parents say)", node.subtree_end))
-    _check_disjoint("q", [(one.q_begin, one.q_len) for one in table])
-    _check_disjoint("the keys", [(one.kv_begin, one.kv_len) for one in table])
+    _check_disjoint("q", [(node.q_begin, node.q_len) for node in table])
+    _check_disjoint("the keys", [(node.kv_begin, node.kv_len) for node in table])
     return table
 
 

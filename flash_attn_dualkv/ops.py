@@ -56,13 +56,13 @@ backward = torch.ops.flash_attn_dualkv.backward.default
 
 
 def checks_values() -> bool:
-    """Whether to check offsets on the GPU; impossible while a CUDA graph is captured."""
+    """True if offsets on the GPU are to be checked; impossible while a CUDA graph is captured."""
     return environment_flag("DUALKV_DEBUG") and not torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def forces_reference() -> bool:
-    """Whether the environment asks for the reference everywhere, for debugging: said, and asked once a process."""
+    """True if the environment asks for the reference everywhere, for debugging: read once a process, with a warning."""
     forces = environment_flag("DUALKV_FORCE_REFERENCE")
     if forces:
         warnings.warn("DUALKV_FORCE_REFERENCE is set: attention runs on the reference in PyTorch, slowly", stacklevel=2)
@@ -86,7 +86,7 @@ def _sequence_nodes_cuda(
     if forces_reference():
         return tables.sequence_nodes(*offsets, total_context)
     if checks_values():
-        context, owned = (None if one is None else one.cpu() for one in (cu_seqlens_context, cu_seqs_per_context))
+        context, owned = (None if table is None else table.cpu() for table in (cu_seqlens_context, cu_seqs_per_context))
         tables.sequence_nodes(cu_seqlens_q.cpu(), cu_seqlens_k.cpu(), context, owned, total_context)
     return kernels.sequence_nodes(offsets, total_context)
 
@@ -133,7 +133,7 @@ def checking(implementation: Callable[[AnyCall], Result]) -> Callable[[AnyCall],
     """
 
     def call_checked(call: AnyCall) -> Result:
-        if not torch.compiler.is_compiling() and not any(isinstance(one, FakeTensor) for one in call):
+        if not torch.compiler.is_compiling() and not any(isinstance(argument, FakeTensor) for argument in call):
             check_call(call)
         return implementation(call)
 
@@ -181,7 +181,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Results:
 @torch.library.register_fake("flash_attn_dualkv::backward", lib=library)
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     call = unpack(BackwardCall, arguments)
-    return [one.new_empty(one.shape) for one in (*inputs_of(call), call.sinks) if one is not None]
+    return [tensor.new_empty(tensor.shape) for tensor in (*inputs_of(call), call.sinks) if tensor is not None]
 
 
 # Autograd: above the device's implementations
@@ -191,22 +191,22 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 def requires_grad(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd must record a call; below its formula it must not look again."""
+    """True if autograd must record a call; below its formula it must not look again."""
     if torch.is_grad_enabled():
-        for one in tensors:
-            if one is not None and one.requires_grad:
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
                 return True
     return False
 
 
 def is_watched(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a subclass, a compiler, a mode or the profiler may want to see an operator.
+    """True if a subclass, a compiler, a mode or the profiler may want to see an operator.
 
-    Where nobody does, one implementation may call the next: each way through the dispatcher costs
-    the host 10 us.
+    If not, one implementation may call the next: each way through the dispatcher costs the host
+    10 us.
     """
-    for one in tensors:
-        if type(one) is not Tensor and one is not None:
+    for tensor in tensors:
+        if type(tensor) is not Tensor and tensor is not None:
             return True
     return (
         torch.compiler.is_compiling()
@@ -219,7 +219,7 @@ def is_watched(tensors: Sequence[Tensor | None]) -> bool:
 def unwatched(
     implementations: Mapping[str, Callable[[AnyCall], Result]], call: AnyCall
 ) -> Callable[[AnyCall], Result] | None:
-    """The device's implementation, where nobody watches."""
+    """The device's implementation, unless the call is watched."""
     if is_watched(call[:-1]):
         return None
     # The type of a device takes five times as long as is_cuda.
@@ -230,13 +230,13 @@ def refuse_tangents(arguments: tuple[Any, ...]) -> None:
     """NotImplementedError for forward-mode derivatives, which would be lost without a word."""
     if forward_ad._current_level < 0:
         return
-    for one in arguments:
-        if isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None:
+    for argument in arguments:
+        if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
             raise NotImplementedError("flash_attn_dualkv has no forward-mode derivatives (torch.func.jvp, forward_ad)")
 
 
 def _below(operator: Any, implementations: Mapping[str, Callable[[AnyCall], Result]], call: AnyCall) -> Result:
-    """The operator below autograd, past the dispatcher where nobody watches."""
+    """The operator below autograd, past the dispatcher unless the call is watched."""
     implementation = unwatched(implementations, call)
     if implementation is not None:
         return implementation(call)
@@ -265,7 +265,7 @@ class _Attention(torch.autograd.Function):
         call = BackwardCall(dout, dlse, q, k, v, k_decoded, v_decoded, wanted, out, lse, nodes, ctx.options)
         gradients = iter(_backward_autograd(call))
         given = (*inputs_of(call), wanted)
-        return None, *(None if one is None else next(gradients) for one in given), None, None
+        return None, *(None if tensor is None else next(gradients) for tensor in given), None, None
 
 
 class DifferentiableOnce(torch.autograd.Function):
@@ -273,7 +273,7 @@ class DifferentiableOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if one is None else one.view_as(one) for one in gradients)
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *_: Any) -> Any:
@@ -284,7 +284,7 @@ def differentiable_once(inputs: Sequence[Tensor | None], gradients: Sequence[Ten
     """A function's gradients, which with create_graph=True have a history that raises where it is followed."""
     if not requires_grad(inputs):
         return [*gradients]
-    anchor = next(one for one in inputs if one is not None and one.requires_grad)
+    anchor = next(tensor for tensor in inputs if tensor is not None and tensor.requires_grad)
     return [*DifferentiableOnce.apply(anchor, *gradients)]
 
 
@@ -294,7 +294,7 @@ class GuardedInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
-        return tuple(one.view_as(one) for one in inputs)
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -318,9 +318,9 @@ library.impl("backward", unpacking(BackwardCall, checking(_backward_autograd)), 
 
 
 def _record(compute: Callable[[ForwardCall], Results], call: ForwardCall) -> Results:
-    """What `_Attention.apply` comes down to where nobody watches: its search for function transforms takes 2 us."""
-    for one in call[:-1]:
-        if one is not None and is_functorch_wrapped_tensor(one):  # a transform has left it behind
+    """Fast path of `_Attention.apply`: skips the search for function transforms, which takes 2 us."""
+    for tensor in call[:-1]:
+        if tensor is not None and is_functorch_wrapped_tensor(tensor):  # left over from a transform
             return cast(Results, _Attention.apply(compute, *call))
     results: Results = super(torch.autograd.Function, _Attention).apply(compute, *call)
     return results
@@ -330,7 +330,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, nodes: Tensor, options: Options, *,
     k_decoded: Tensor | None = None, v_decoded: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Results:  # fmt: skip
-    """`forward`, past the dispatcher where nobody watches it."""
+    """`forward`, past the dispatcher unless the call is watched."""
     call = ForwardCall(q, k, v, k_decoded, v_decoded, sinks, nodes, options)
     compute = unwatched(_FORWARD, call)
     if compute is None:

@@ -46,7 +46,7 @@ def flash_attn_tree_varlen_func(
     Args:
         q: (T, H, d). k, v: (T, H_k, d) and (T, H_k, d_v).
         cu_seqlens: (n+1,) int32 from 0, node i has the rows [i] .. [i+1] - 1. Nodes may be empty.
-            Rows behind the last node are padding: out 0, LSE -inf, gradients 0.
+            Rows after the last node are padding: out 0, LSE -inf, gradients 0.
         parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in
             depth-first order: a node, then its subtree.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
@@ -170,7 +170,7 @@ def packed_options(
 
 
 def _prefers_cudnn(q: Tensor) -> bool:
-    """Whether "auto" is cuDNN; compiled code would have to leave its graph for it."""
+    """True if "auto" is cuDNN; compiled code would have to leave its graph for it."""
     return not torch.compiler.is_compiling() and cudnn.is_default(q.get_device())
 
 

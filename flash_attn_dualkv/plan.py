@@ -42,7 +42,7 @@ class KernelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call runs. `str()` prints every choice with its reason.
+    """The kernels that a call runs. `str()` prints every choice with its reason.
 
     Attributes:
         gpu: the row of the table of thresholds that was taken, such as "h200".
@@ -50,7 +50,7 @@ class Plan:
         forward: O and LSE.
         backward: dK and dV, and dQ unless it has a kernel of its own.
         dq_sums: how dQ is made: "summed in any order" or "summed in a fixed order" beside dK and dV, or "own kernel".
-        dq: the kernel of dQ alone; None where it is summed.
+        dq: the kernel that makes only dQ; None where it is summed.
         split_parts: the most parts, over all KV heads, that long KV tiles are split into.
         choices: all of these with their reasons.
     """

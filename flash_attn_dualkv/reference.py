@@ -42,7 +42,7 @@ ACCUMULATOR_ELEMENTS = 2**22
 class Visibility:
     """Visibility rule by logical positions: which keys a query sees. Defined only here.
 
-    Up to `left` positions before its own; None for all of them. With causality none behind it, else all.
+    Up to `left` positions before its own; None for all of them. With causality none after it, else all.
     """
 
     left: int | None = None
@@ -58,7 +58,7 @@ class Visibility:
         sees_left = self.left is None or queries[-1] - keys[0] <= self.left
         if sees_left and (not self.causal or keys[-1] <= queries[0]):
             return None
-        q_pos, kv_pos = (torch.arange(one.start, one.stop, device=device) for one in (queries, keys))
+        q_pos, kv_pos = (torch.arange(span.start, span.stop, device=device) for span in (queries, keys))
         distance = q_pos[:, None] - kv_pos[None, :]
         behind = distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
         return behind if self.left is None else behind | (distance > self.left)
@@ -72,8 +72,8 @@ class Keys:
         self.k, self.v = k, v
         self.gradients = gradients
         self.sums = gradients
-        if any(one.dtype != dtype for one in gradients):
-            self.sums = tuple(torch.zeros(one.shape, dtype=dtype, device=one.device) for one in gradients)
+        if any(tensor.dtype != dtype for tensor in gradients):
+            self.sums = tuple(torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) for tensor in gradients)
 
     def finish(self) -> None:
         """Round the sums into the gradients and free them: the next ones are made while this object still lives."""
@@ -133,8 +133,8 @@ class Problem:
         """The problem of a call; `gradients` are those of its tensors of keys and values."""
         q, k, _, k_decoded, _ = inputs_of(call)
         table = checked_nodes(call.nodes, len(q), len(k), None if k_decoded is None else len(k_decoded))
-        tensors = [one.transpose(0, 1) for one in inputs_of(call)[1:] if one is not None]
-        sums = [one.transpose(0, 1) for one in gradients]
+        tensors = [tensor.transpose(0, 1) for tensor in inputs_of(call)[1:] if tensor is not None]
+        sums = [gradient.transpose(0, 1) for gradient in gradients]
         storages = [tensors[at : at + 2] + sums[at : at + 2] for at in range(0, len(tensors), 2)]
         options = call.options
         visibility = Visibility(None if options.window_left < 0 else options.window_left, options.causal)
@@ -153,7 +153,7 @@ class Problem:
                 while path and path[-1].node.subtree_end <= index:
                     path.pop().finish()
                 path.append(self._keys(node, heads))
-                keys = min(KEY_BLOCK, max(1, *(one.node.kv_len for one in path)))
+                keys = min(KEY_BLOCK, max(1, *(source.node.kv_len for source in path)))
                 size = max(1, SCORE_ELEMENTS // ((heads.stop - heads.start) * self.q.shape[1] * keys))
                 end = node.q_begin + node.q_len
                 for row in range(node.q_begin, end, size):
@@ -164,9 +164,9 @@ class Problem:
     def _head_chunks(self) -> Iterator[slice]:
         """KV heads to compute at once: one, unless several fit in the bounds of the working memory."""
         kv_heads, per_head, _, head_dim = self.q.shape
-        queries = max((one.q_len for one in self.nodes), default=0)
-        longest = max((one.kv_len for one in self.nodes), default=0)
-        path = max((one.kv_pos0 + one.kv_len for one in self.nodes), default=0)
+        queries = max((node.q_len for node in self.nodes), default=0)
+        longest = max((node.kv_len for node in self.nodes), default=0)
+        path = max((node.kv_pos0 + node.kv_len for node in self.nodes), default=0)
         scores = per_head * queries * min(KEY_BLOCK, longest)
         sums = path * (head_dim + self.storages[0][1].shape[2])
         chunk = min(SCORE_ELEMENTS // max(1, scores), ACCUMULATOR_ELEMENTS // max(1, sums))
@@ -178,7 +178,7 @@ class Problem:
         rows = self.storages[0][0].shape[1]
         is_behind = len(self.storages) > 1 and node.kv_begin >= rows
         begin = node.kv_begin - rows * is_behind
-        own = (one[heads, begin : begin + node.kv_len] for one in self.storages[is_behind])
+        own = (tensor[heads, begin : begin + node.kv_len] for tensor in self.storages[is_behind])
         return Keys(node, *own, dtype=self.dtype)
 
     def visible_blocks(self, block: QueryBlock) -> Iterator[KeyBlock]:
@@ -263,7 +263,7 @@ def attend(problem: Problem, block: QueryBlock, sinks: Tensor | None) -> tuple[T
     row_sum = q.new_full((*q.shape[:2], 1), 0.0 if sinks is None else 1.0)
     row_max = torch.full_like(row_sum, -math.inf) if sinks is None else problem.load(sinks, block)
     for keys in problem.visible_blocks(block):
-        k, v = (one[:, keys.rows].to(problem.dtype) for one in (keys.source.k, keys.source.v))
+        k, v = (tensor[:, keys.rows].to(problem.dtype) for tensor in (keys.source.k, keys.source.v))
         scores, _ = problem.scores(block, keys, q, k)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         # Rows without a visible key so far have the maximum -inf, and -inf - -inf is NaN.
@@ -282,10 +282,10 @@ def backward(call: BackwardCall) -> list[Tensor]:
 
     Returns:
         dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part;
-        behind them dsinks, where there are sinks.
+        after them dsinks, where there are sinks.
     """
-    inputs = [one for one in inputs_of(call) if one is not None]
-    gradients = [torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in inputs]
+    inputs = [tensor for tensor in inputs_of(call) if tensor is not None]
+    gradients = [torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in inputs]
     problem = Problem.of(call, gradients[1:])
     with plain_arithmetic(call.q.device):
         _fill_gradients(problem, call, gradients[0])
@@ -309,9 +309,9 @@ def sink_gradient(call: BackwardCall, sinks: Tensor) -> Tensor:
 
 
 def _fill_gradients(problem: Problem, call: BackwardCall, dq: Tensor) -> None:
-    """All gradients. A function of its own: PyTorch 2.11 cannot compile a `with` behind a graph break."""
+    """All gradients. A function of its own: PyTorch 2.11 cannot compile a `with` after a graph break."""
     kv_heads = call.k.shape[1]
-    dqs, dout, out = (by_head(one, kv_heads) for one in (dq, call.dout, call.out))
+    dqs, dout, out = (by_head(tensor, kv_heads) for tensor in (dq, call.dout, call.out))
     lse = row_values(call.lse, kv_heads)
     dlse = None if call.dlse is None else row_values(call.dlse, kv_heads)
     for block in problem.query_blocks():
@@ -332,7 +332,7 @@ def differentiate(
     row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
     dq = torch.zeros_like(q)
     for keys in problem.visible_blocks(block):
-        k, v = (one[:, keys.rows].to(problem.dtype) for one in (keys.source.k, keys.source.v))
+        k, v = (tensor[:, keys.rows].to(problem.dtype) for tensor in (keys.source.k, keys.source.v))
         scores, hidden = problem.scores(block, keys, q, k)
         weights = (scores - row_lse).exp_()
         dscores = (do @ v.transpose(1, 2)).sub_(delta).mul_(weights)

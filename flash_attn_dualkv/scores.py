@@ -63,7 +63,7 @@ def score_in_chunks(
         `hidden` and in every parameter that `head` depends on. entropy is zeros unless asked for.
 
     Raises:
-        SharedPromptLayoutError: a target lies behind the vocabulary.
+        SharedPromptLayoutError: a target lies after the vocabulary.
         RuntimeError: in the backward, when a parameter of `head` is another one than in the forward, was frozen since
             or was changed in place, by an optimizer's step, say.
     """
@@ -135,7 +135,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunks = zip(hidden.split(settings.rows), targets.split(settings.rows))
         scores = [_score(settings, settings.head(part), wanted) for part, wanted in chunks]
-        logps, entropy, normalizer = (torch.cat(one) for one in zip(*scores))
+        logps, entropy, normalizer = (torch.cat(parts) for parts in zip(*scores))
         ctx.settings = settings
         # Not saved: what hooks for saved tensors give back is not what the head computes with.
         ctx.parameters = parameters
@@ -150,7 +150,7 @@ class _ChunkedScores(torch.autograd.Function):
         with torch.no_grad(), _hooks_wait(ctx.parameters):
             gradients = _ChunkedScores._gradients(ctx, d_logps, d_entropy)
         if torch.is_grad_enabled():  # create_graph=True
-            anchor = next(one for one in (ctx.saved_tensors[1], *ctx.parameters) if one.requires_grad)
+            anchor = next(tensor for tensor in (ctx.saved_tensors[1], *ctx.parameters) if tensor.requires_grad)
             gradients = DifferentiableOnce.apply(anchor, *gradients)
         return None, None, *gradients
 
@@ -162,7 +162,7 @@ class _ChunkedScores(torch.autograd.Function):
         targets, hidden, entropy, normalizer = ctx.saved_tensors
         d_logps = torch.zeros_like(entropy) if d_logps is None else d_logps
         _, _, needs_hidden, *needs_parameter = ctx.needs_input_grad
-        wanted = [one for one, needed in zip(ctx.parameters, needs_parameter) if needed]
+        wanted = [parameter for parameter, needed in zip(ctx.parameters, needs_parameter) if needed]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         sums = [_Sum() for _ in wanted]
         # Without rows once too: processes that train together wait for every gradient.
@@ -173,13 +173,13 @@ class _ChunkedScores(torch.autograd.Function):
                 logits = settings.head(part)
             _check_leaves(logits, part, ctx.parameters)
             of_rows = targets, entropy, normalizer, d_logps, d_entropy
-            own: Any = (None if one is None else one[chunk] for one in of_rows)
+            own: Any = (None if values is None else values[chunk] for values in of_rows)
             d_logits = _score_gradient(settings, logits.detach(), *own)
             inputs = [*wanted, part] if needs_hidden else wanted
             found = _gradients_of_a_chunk(logits, inputs, d_logits)
             del logits, d_logits
-            for total, one in zip(sums, found):
-                total.add(one)
+            for total, gradient in zip(sums, found):
+                total.add(gradient)
             if d_hidden is not None:
                 d_hidden[chunk] = found[-1]
         results = iter(sums)
@@ -187,7 +187,7 @@ class _ChunkedScores(torch.autograd.Function):
 
 
 class _Waiting:
-    """A gradient hook of a parameter that leaves the gradients of chunks alone.
+    """A gradient hook of a parameter that passes over the gradients of chunks.
 
     These are known by their pass of autograd, in whichever thread: others may run meanwhile.
     """
@@ -203,10 +203,10 @@ class _Waiting:
 
 @contextmanager
 def _hooks_wait(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let the parameters' gradient hooks leave chunks alone."""
+    """Lets the parameters' gradient hooks pass over chunks."""
     waiting: list[tuple[dict[int, Any], int, _Waiting]] = []
-    for one in parameters:
-        hooks: dict[int, Any] = one._backward_hooks or {}
+    for parameter in parameters:
+        hooks: dict[int, Any] = parameter._backward_hooks or {}
         waiting += [(hooks, key, _Waiting(hook)) for key, hook in hooks.items()]
     for hooks, key, hook in waiting:
         hooks[key] = hook
@@ -241,16 +241,16 @@ class _Sum:
         self._total: Tensor | None = None
         self._dtype: torch.dtype | None = None  # of the gradients, once the total is a tensor of its own
 
-    def add(self, one: Tensor | None) -> None:
-        if one is None:
+    def add(self, gradient: Tensor | None) -> None:
+        if gradient is None:
             return
         if self._total is None:
-            self._total = one
+            self._total = gradient
         elif self._dtype is None:
-            self._dtype = one.dtype
-            self._total = self._total.to(torch.promote_types(one.dtype, torch.float32), copy=True).add_(one)
+            self._dtype = gradient.dtype
+            self._total = self._total.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).add_(gradient)
         else:
-            self._total.add_(one)
+            self._total.add_(gradient)
 
     def rounded(self) -> Tensor | None:
         """The sum in the type of the gradients; None if there were none."""
@@ -279,7 +279,7 @@ def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 def _has_kernels(settings: _Settings, logits: Tensor) -> bool:
-    """Whether the package's kernels score these logits, which they read once; PyTorch scores all others."""
+    """True if the package's kernels score these logits, which they read once; PyTorch scores all others."""
     return (
         type(logits) is Tensor
         and logits.is_cuda
@@ -300,7 +300,7 @@ def _score_part_by_kernel(settings: _Settings, logits: Tensor, targets: Tensor) 
 
 
 def _score_part(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logarithm of the normaliser, logit of the target, and entropy, of this process's part of the vocabulary alone.
+    """Logarithm of the normaliser, logit of the target, and entropy, of only this process's part of the vocabulary.
 
     A target that lies elsewhere has the logit 0. A part whose logits are all -inf has the logarithm -inf.
     """
@@ -363,7 +363,7 @@ def _scaled(settings: _Settings, logits: Tensor) -> Tensor:
 
 
 def _check_targets(settings: _Settings, targets: Tensor, width: int) -> None:
-    """SharedPromptLayoutError for targets behind the vocabulary: kernels would give NaN, ranks the logit 0."""
+    """SharedPromptLayoutError for targets after the vocabulary: kernels would give NaN, ranks the logit 0."""
     columns = width if settings.group is None else width * dist.get_world_size(settings.group)
     if settings.max_target >= columns and len(targets) and (most := int(targets.max())) >= columns:
         expected = f"scored token ids below {columns}, as many as the LM head has"
@@ -372,22 +372,22 @@ def _check_targets(settings: _Settings, targets: Tensor, width: int) -> None:
 
 def _check_leaves(logits: Tensor, part: Tensor, parameters: Sequence[Tensor]) -> None:
     """RuntimeError if the head depends on a parameter that the forward has not seen, or one of these was frozen."""
-    known = {id(one) for one in (part, *parameters)}
-    strange = [(one, "that the forward has not seen") for one in _leaves_of(logits) if id(one) not in known]
+    known = {id(tensor) for tensor in (part, *parameters)}
+    strange = [(leaf, "that the forward has not seen") for leaf in _leaves_of(logits) if id(leaf) not in known]
     frozen = "that was frozen in between (its adapter was disabled, or another one set, say)"
-    for one, what in (*strange, *((one, frozen) for one in parameters if not one.requires_grad)):
-        got = f"one of {tuple(one.shape)} {what}"
+    for leaf, what in (*strange, *((leaf, frozen) for leaf in parameters if not leaf.requires_grad)):
+        got = f"one of {tuple(leaf.shape)} {what}"
         raise RuntimeError(explain("parameters of the LM head", "the same in forward and backward", got))
 
 
 def _versions_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     """How often each was changed in place, by autograd's count; inference tensors have none."""
-    return [(one, one._version) for one in parameters if not one.is_inference()]
+    return [(leaf, leaf._version) for leaf in parameters if not leaf.is_inference()]
 
 
 def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:
     """RuntimeError if a parameter was changed in place since the forward, whose logits the backward computes again."""
-    for one, version in versions:
-        if one._version != version:
-            got = f"one of {tuple(one.shape)} that was changed in place (version {one._version}, {version} before)"
+    for leaf, version in versions:
+        if leaf._version != version:
+            got = f"one of {tuple(leaf.shape)} that was changed in place (version {leaf._version}, {version} before)"
             raise RuntimeError(explain("parameters of the LM head", "the same in forward and backward", got))
