@@ -114,7 +114,7 @@ class ContextLayout(DividedLayout):
         lengths = [sum(end - begin for begin, end in own) for own in runs]
         local = -(-max(lengths) // multiple) * multiple
         # The rows of all ranks, rank by rank, where they lie, and back.
-        rows = runs_of_rows([one[0] for own in runs for one in own], [one[1] - one[0] for own in runs for one in own])
+        rows = runs_of_rows([run[0] for own in runs for run in own], [run[1] - run[0] for own in runs for run in own])
         places = runs_of_rows([local * index for index in range(ranks)], lengths)
         gather_index = torch.empty_like(places).index_copy_(0, rows, places)
         row_index = rows.new_full((local,), layout.num_tokens)
@@ -124,7 +124,7 @@ class ContextLayout(DividedLayout):
         moved = [nodes, row_index, gather_index]
         if layout.device != nodes.device:
             moved = to_device(moved, layout.device)
-        given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
+        given = {field.name: getattr(layout, field.name) for field in fields(SharedPromptLayout)}
         # A rank's positions are no view of the batch's; all of its rows stay.
         given.update(nodes=moved[0], position_ids=None, late=None)
         return ContextLayout(**given, row_index=moved[1], gather_index=moved[2], head_groups=parts, ranks=ranks)
@@ -265,8 +265,8 @@ class _Call:
         """Those of this rank's q, k, v and sinks."""
         parts = self.parts
         dout = torch.zeros_like(out) if dout is None else dout
-        dlses, of_sinks = ([None] * parts if one is None else [*one.chunk(parts)] for one in (dlse, sinks))
-        by_row = (one.chunk(parts, 1) for one in (dout, q, out))
+        dlses, of_sinks = ([None] * parts if tensor is None else [*tensor.chunk(parts)] for tensor in (dlse, sinks))
+        by_row = (tensor.chunk(parts, 1) for tensor in (dout, q, out))
         by_head: Iterator[Any] = zip(*by_row, lse.chunk(parts), dlses, of_sinks)
         gathered = self.gathered(k, v)
         queries, sent, dsinks = [], [], list[Tensor]()

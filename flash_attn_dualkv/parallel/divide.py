@@ -69,7 +69,7 @@ def _owners(costs: Sequence[int], ranks: int, each: int) -> list[int]:
     """The rank of each chunk: most expensive ones first, to the rank with the least cost of those with room."""
     owners, loads, counts = [0] * len(costs), [0] * ranks, [0] * ranks
     for chunk in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        rank = min((one for one in range(ranks) if counts[one] < each), key=loads.__getitem__)
+        rank = min((rank for rank in range(ranks) if counts[rank] < each), key=loads.__getitem__)
         owners[chunk] = rank
         loads[rank] += costs[chunk]
         counts[rank] += 1
@@ -88,7 +88,7 @@ def _snapped(starts: Sequence[int], ideal: Sequence[int], owners: Sequence[int],
             # The least sum of the squares of both surpluses, less what no cut changes.
             tilt = surplus[rank] - surplus[after]
             moves = [cut - end for cut in _cuts(starts, end, tile) if cut >= begin]
-            moved = min(moves, key=lambda one: one * (tilt + one))
+            moved = min(moves, key=lambda move: move * (tilt + move))
             surplus[rank] += moved
             surplus[after] -= moved
             end += moved
@@ -101,7 +101,7 @@ def _snapped(starts: Sequence[int], ideal: Sequence[int], owners: Sequence[int],
 
 
 def _cuts(starts: Sequence[int], row: int, tile: int) -> tuple[int, int]:
-    """The last place for a cut that is not behind a row, and the first one behind it."""
+    """The last place for a cut that is not after a row, and the first one after it."""
     node = bisect_right(starts, row) - 1
     if node + 1 >= len(starts):
         return row, row

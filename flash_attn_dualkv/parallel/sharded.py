@@ -150,14 +150,14 @@ def check_divided(layout: Any, whole: SharedPromptLayout) -> None:
 
 
 def all_gather(own: Tensor, group: Any, *, async_op: bool = False) -> tuple[Tensor, Any]:
-    """The rows of all ranks, one rank's behind the other's, and what to wait for where they are on their way."""
+    """The rows of all ranks, one rank's after the other's, and what to wait for where they are on their way."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     whole = own.new_empty((dist.get_world_size(group) * own.shape[0], *own.shape[1:]))
     return whole, gather(whole, own.contiguous(), group=group, async_op=async_op)
 
 
 class Common(dict[str, Any]):
-    """What a rank has in common with others, by the names of `_COMMON`: ints, strings, tuples of ints, int64 tensors.
+    """Values in common with other ranks, by the names of `_COMMON`: ints, strings, tuples of ints, int64 tensors.
 
     None, and what is not noted: not known here.
     """
@@ -183,9 +183,9 @@ def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
     Raises:
         SharedPromptError: on all ranks, something differs or a rank has failed; there, what the body raises.
     """
-    for one in groups:
-        check_group(one)  # None would be all processes
-    groups = tuple(one for one in groups if dist.get_world_size(one) > 1)
+    for group in groups:
+        check_group(group)  # None would be all processes
+    groups = tuple(group for group in groups if dist.get_world_size(group) > 1)
     outer, common = _outer.get(), Common()
     if outer is not None or not groups:
         yield common if outer is None else outer
@@ -226,14 +226,14 @@ def _numbers(common: Common, failed: int = _UNKNOWN) -> Tensor:
     For a tensor that is the sum of its integers, each plus 1 and times a number of its place: few launches.
     """
     values = [common.get(name) for name in _COMMON]
-    tensors = {at: one for at, one in enumerate(values, 1) if isinstance(one, Tensor) and not one.is_meta}
-    device = next((one.device for one in tensors.values()), torch.device("cpu"))
+    tensors = {at: tensor for at, tensor in enumerate(values, 1) if isinstance(tensor, Tensor) and not tensor.is_meta}
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     own = torch.tensor([[failed, *map(_number_of, values)]], pin_memory=device.type == "cuda")
     own = own.to(device, non_blocking=True)
-    for at, one in tensors.items():
-        one = one.to(device)
-        weights = _weights_of(len(one), device)
-        torch.sum(torch.addcmul(weights, one, weights), 0, out=own[0, at])
+    for at, tensor in tensors.items():
+        tensor = tensor.to(device)
+        weights = _weights_of(len(tensor), device)
+        torch.sum(torch.addcmul(weights, tensor, weights), 0, out=own[0, at])
     return own
 
 

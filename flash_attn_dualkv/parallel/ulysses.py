@@ -75,7 +75,7 @@ class UlyssesLayout(DividedLayout):
             if isinstance(layout, DividedLayout) and layout.row_index is not None:
                 common["row_index"] = layout.row_index
                 row_index = layout.row_index.index_select(0, row_index)
-            given = {one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}
+            given = {field.name: getattr(layout, field.name) for field in fields(SharedPromptLayout)}
         # A rank's slice of the positions is not known by its memory; all of its rows stay.
         given.update(position_ids=None, late=None)
         return UlyssesLayout(**given, group=group, row_index=row_index, whole=layout)
@@ -118,19 +118,19 @@ def ulysses_attention(
     if kv_heads < 1 or heads % kv_heads:
         raise SharedPromptError(explain("k", f"a number of heads that divides q's {heads} heads", kv_heads))
     rows = layout.num_local_tokens
-    if any(one.shape[0] != rows for one in (q, k, v)):
-        got = ", ".join(str(one.shape[0]) for one in (q, k, v))
+    if any(tensor.shape[0] != rows for tensor in (q, k, v)):
+        got = ", ".join(str(tensor.shape[0]) for tensor in (q, k, v))
         raise SharedPromptLayoutError(explain("layout", f"{rows} rows a rank in q, k and v", got))
     copies = math.lcm(kv_heads, ranks) // kv_heads
     # PyTorch sums the gradients of the copies in float32.
-    k, v = (one.repeat_interleave(copies, 1) if copies > 1 else one for one in (k, v))
-    parts = [one.unflatten(1, (ranks, -1)) for one in (q, k, v)]
+    k, v = (tensor.repeat_interleave(copies, 1) if copies > 1 else tensor for tensor in (k, v))
+    parts = [tensor.unflatten(1, (ranks, -1)) for tensor in (q, k, v)]
     # One exchange for all three: their heads side by side, rank by rank. v may have a head
     # dimension of its own.
-    exchanged = _Exchange.apply(torch.cat([one.flatten(2) for one in parts], 2).transpose(0, 1), group).flatten(0, 1)
+    exchanged = _Exchange.apply(torch.cat([part.flatten(2) for part in parts], 2).transpose(0, 1), group).flatten(0, 1)
     own_sinks = None if sinks is None else sinks.unflatten(0, (ranks, -1))[rank]
-    pieces = exchanged.split([one.shape[2] * one.shape[3] for one in parts], 1)
-    own_q, own_k, own_v = (one.unflatten(1, like.shape[2:]) for one, like in zip(pieces, parts))
+    pieces = exchanged.split([part.shape[2] * part.shape[3] for part in parts], 1)
+    own_q, own_k, own_v = (piece.unflatten(1, like.shape[2:]) for piece, like in zip(pieces, parts))
     whole = layout.whole
     assert whole is not None
     options["sinks"] = own_sinks
