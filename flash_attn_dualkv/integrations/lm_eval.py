@@ -128,7 +128,7 @@ class DualKVLM(HFLM):
         return answers  # type: ignore[return-value]
 
     def _input(self, context: list[int], continuation: list[int]) -> tuple[int, ...]:
-        """What the model reads of a request: no more than its length, from the end, and not the last token."""
+        """Tokens that the model reads of a request: no more than its length, from the end, and not the last token."""
         if not context or not 0 < len(continuation) <= self.max_length:
             expected = f"a context, and a continuation of 1 to {self.max_length} tokens (max_length)"
             raise SharedPromptError(explain("requests", expected, f"{len(context)} and {len(continuation)} tokens"))
@@ -145,8 +145,8 @@ class DualKVLM(HFLM):
         config = causal_lm_of(self.model).config
         angles_of = {length: rope_class(config, length) for length in {*map(len, inputs)}}
         classes: dict[tuple[int, ...], list[int]] = {}
-        for index, one in enumerate(inputs):
-            classes.setdefault(angles_of[len(one)], []).append(index)
+        for index, ids in enumerate(inputs):
+            classes.setdefault(angles_of[len(ids)], []).append(index)
         shared = {"max_tokens": self.max_tokens, "min_shared": self.min_shared, "device": self.device}
         before: tuple[int, ...] = ()
         for angles in sorted(classes):
@@ -176,7 +176,7 @@ class DualKVLM(HFLM):
         rows = batch.rows_of(runs(map(int.__sub__, ends, lens), lens))
 
         def score(logits: Tensor, at: slice) -> tuple[Tensor, Tensor]:
-            with torch.autocast(self.device.type, enabled=False):  # which covers the model alone
+            with torch.autocast(self.device.type, enabled=False):  # which covers only the model
                 scores = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
             own = targets[at].to(scores.device)  # layers may lie on several
             return scores.gather(-1, own[:, None])[:, 0], scores.argmax(-1) == own
@@ -189,7 +189,7 @@ class DualKVLM(HFLM):
 
 def _fetched(found: tuple[Tensor, ...]) -> Fetch:
     """Begins to copy tensors to the host. What is returned waits for them, not for what a GPU is given meanwhile."""
-    copies = [one.to("cpu", non_blocking=True) for one in found]
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in found]
     copied = torch.cuda.current_stream(found[0].device).record_event() if found[0].is_cuda else None
 
     def fetch() -> list[Tensor]:

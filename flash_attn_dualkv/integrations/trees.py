@@ -33,7 +33,7 @@ class Forest:
     Args:
         begins: (n,) the first row of each node.
         lens: (n,) rows of each node, no row in two of them. Rows of no node are padding.
-        parents: (n,) the node that each continues, before or behind it; -1 for roots.
+        parents: (n,) the node that each continues, before or after it; -1 for roots.
 
     Raises:
         ValueError: nodes that overlap or have too many rows; a parent that is no node, or not above its children.
@@ -43,7 +43,7 @@ class Forest:
         if not len(begins) == len(lens) == len(parents):
             raise ValueError(explain("parents", f"{len(begins)} nodes", f"{len(parents)}, and {len(lens)} lengths"))
         end = 0
-        for node in sorted(range(len(begins)), key=lambda one: (begins[one], lens[one])):
+        for node in sorted(range(len(begins)), key=lambda node: (begins[node], lens[node])):
             if lens[node] < 0 or (lens[node] and begins[node] < end):
                 raise ValueError(explain(f"node {node}", f"rows from {end} on", f"{lens[node]} from {begins[node]} on"))
             end = max(end, begins[node] + lens[node])
@@ -110,7 +110,7 @@ class Forest:
 def _depth_first(begins: Sequence[int], parents: Sequence[int]) -> list[int]:
     """The nodes, each before its subtree; children in the order of their rows."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
-    for node, parent in sorted(enumerate(parents), key=lambda one: (begins[one[0]], one[0]), reverse=True):
+    for node, parent in sorted(enumerate(parents), key=lambda pair: (begins[pair[0]], pair[0]), reverse=True):
         if not -1 <= parent < len(parents):
             raise ValueError(explain(f"parent of node {node}", "-1 or a node", parent))
         children[parent].append(node)
@@ -130,10 +130,10 @@ def remembered(tables: Sequence[Tensor], build: Callable[[], Forest]) -> Forest:
     It is built again for other tables, and for tables that were written to: which only tensors of
     inference mode do not tell.
     """
-    versions = [0 if one.is_inference() else one._version for one in tables]
+    versions = [0 if table.is_inference() else table._version for table in tables]
     kept = _forests.get(tables[0])
     # Not by id(): that of a table which is no more may be another one's.
-    if kept is None or kept[1] != versions or any(one() is not table for one, table in zip(kept[0], tables)):
+    if kept is None or kept[1] != versions or any(ref() is not table for ref, table in zip(kept[0], tables)):
         kept = _forests[tables[0]] = [*map(weakref.ref, tables)], versions, build()
     forest: Forest = kept[2]
     return forest

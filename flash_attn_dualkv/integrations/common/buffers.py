@@ -34,11 +34,11 @@ class Kept(NamedTuple):
 
     @property
     def now(self) -> Tensor | None:
-        """What stands in its place."""
+        """The tensor that stands in its place."""
         return self.tensor if self.home is None else self.home.get(self.name)
 
     def has_changed(self) -> bool:
-        """Whether the values of a small buffer are others."""
+        """True if the values of a small buffer are others."""
         now = self.now
         # A cache that grows is no statistic.
         return self.copy is not None and now is not None and now.shape == self.copy.shape and _differs(now, self.copy)
@@ -75,7 +75,7 @@ def unchanged_buffers(modules: Iterable[nn.Module], why: str) -> Iterator[None]:
     """
     kept = buffers_of((module._get_name(), module) for module in modules)
     yield
-    changed = [name for name, one in kept.items() if one.has_changed()]
+    changed = [name for name, buffer in kept.items() if buffer.has_changed()]
     for name in changed:
         kept[name].put_back()
     if changed:
@@ -83,8 +83,8 @@ def unchanged_buffers(modules: Iterable[nn.Module], why: str) -> Iterator[None]:
         raise SharedPromptError(explain("model", expected, f"one whose forward changes {changed[0]}"))
 
 
-def _differs(one: Tensor, other: Tensor) -> bool:
-    return not bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is NaN
+def _differs(tensor: Tensor, other: Tensor) -> bool:
+    return not bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())  # NaN is NaN
 
 
 def described(name: str, module: nn.Module) -> str:

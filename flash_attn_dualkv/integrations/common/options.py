@@ -33,9 +33,9 @@ class Options(NamedTuple):
             differ by more than rounding, sharing is switched off on all ranks.
         self_check: before the first call in each mode and with each set of active adapters a pair
             of short sequences is tried: does the model compute the same in a packed row?
-        min_shared: the fewest tokens that a node behind the prompts must save, and all of them
-            together; None: prompts alone are shared.
-        drop_unread: rows that nobody reads leave before the last layers.
+        min_shared: the fewest tokens that a node after the prompts must save, and all of them
+            together; None: only prompts are shared.
+        drop_unread: unread rows leave before the last layers.
         share_lora_dropout: LoRA's dropout draws one mask for the one copy of a prompt, where stock
             training draws one for each response: another regulariser, and not exact.
     """
@@ -201,7 +201,7 @@ REASONS = {
 
 
 def kernels_refusal(config: Any, dtype: torch.dtype) -> Refusal | None:
-    """What the CUDA kernels lack for a model that computes in that type, if anything.
+    """Reason why the CUDA kernels cannot run a model that computes in that type, if any.
 
     To be asked before any layer has run: other ranks may have nothing to refuse.
     """

@@ -34,7 +34,7 @@ def in_place_of(stock: Callable[..., Any], function: Callable[..., Any]) -> Any:
 
 
 def stock_of(function: Any) -> Any:
-    """What a function stands for; itself if it is no replacement."""
+    """The function that a replacement stands for; other functions themselves."""
     return getattr(function, "dualkv_stock", function)
 
 
@@ -83,14 +83,14 @@ def check_signature(name: str, stock: Any, made: Callable[..., Any]) -> None:
     if stock is None:
         raise SharedPromptUnsupportedError(explain(name, f"a function {expected}", "none"))
     got = _bare(inspect.signature(stock))
-    rest, their_rest = ({one.kind for one in found.parameters.values()} & _REST for found in (expected, got))
-    ours, theirs = ([one for one in found.parameters.values() if one.kind not in _REST] for found in (expected, got))
+    rest, their_rest = ({arg.kind for arg in found.parameters.values()} & _REST for found in (expected, got))
+    ours, theirs = ([arg for arg in found.parameters.values() if arg.kind not in _REST] for found in (expected, got))
     if their_rest == _REST and len(theirs) <= 1:
-        return  # somebody's wrapper, which does not tell
-    options = {one.name: one for one in ours if one.kind is Parameter.KEYWORD_ONLY}  # ours may have more
+        return  # a wrapper, which does not tell
+    options = {arg.name: arg for arg in ours if arg.kind is Parameter.KEYWORD_ONLY}  # ours may have more
     places = ours[: len(ours) - len(options)]
-    pairs = [*zip(places, theirs), *((one, got.parameters.get(option, one)) for option, one in options.items())]
-    others = [one.kind for one in theirs[len(places) :] if one.name not in options]
+    pairs = [*zip(places, theirs), *((arg, got.parameters.get(option, arg)) for option, arg in options.items())]
+    others = [arg.kind for arg in theirs[len(places) :] if arg.name not in options]
     is_handed_on = their_rest < rest if Parameter.POSITIONAL_OR_KEYWORD in others else Parameter.VAR_KEYWORD in rest
     is_taken = len(places) <= len(theirs) and their_rest <= rest and (not others or is_handed_on)
     if not is_taken or not all(_is_like(*pair) for pair in pairs):
@@ -98,14 +98,14 @@ def check_signature(name: str, stock: Any, made: Callable[..., Any]) -> None:
 
 
 def _is_like(ours: Parameter, theirs: Parameter) -> bool:
-    """Whether a parameter takes what another takes; `self` may have any name."""
+    """True if a parameter takes what another takes; `self` may have any name."""
     is_named = theirs.name in (ours.name, "self")
     return is_named and (theirs.default is Parameter.empty or theirs.default == ours.default)
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:
     """A signature without annotations."""
-    parameters = [one.replace(annotation=Parameter.empty) for one in signature.parameters.values()]
+    parameters = [arg.replace(annotation=Parameter.empty) for arg in signature.parameters.values()]
     return signature.replace(parameters=parameters, return_annotation=Parameter.empty)
 
 
@@ -118,7 +118,7 @@ def closure_of(function: Any) -> dict[str, Any]:
 
 
 def after_import(name: str, change: Callable[[Any], None]) -> None:
-    """Call change(module) as soon as a module has been imported: now, or when somebody does."""
+    """Calls change(module) as soon as a module has been imported: now, or when it is."""
     if name in sys.modules:
         change(sys.modules[name])
     else:
@@ -126,7 +126,7 @@ def after_import(name: str, change: Callable[[Any], None]) -> None:
 
 
 class _After(MetaPathFinder):
-    """Finds one module, as others do, and calls a function behind its code.
+    """Finds one module, as others do, and calls a function after its code.
 
     It stays until that has run: others may only look for the module, and an import may fail.
     """

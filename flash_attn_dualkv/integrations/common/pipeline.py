@@ -86,7 +86,7 @@ def take_layouts(causal_lm: Any) -> None:
 
 
 def _has_interface(causal_lm: Any) -> bool:
-    """Whether the text of a model attends through transformers' interface."""
+    """True if the text of a model attends through transformers' interface."""
     text = text_config(causal_lm.config)
     models = (part for part in causal_lm.modules() if isinstance(part, PreTrainedModel) and part.config is text)
     return all(model._can_set_attn_implementation() for model in models)
@@ -132,7 +132,7 @@ def scattered(values: Tensor, places: Tensor) -> Tensor:
 
 @dataclass
 class Tally:
-    """What has been run."""
+    """Counts of what has been run."""
 
     calls: int = 0
     # Ints, or tensors that stay on their GPU.
@@ -157,7 +157,7 @@ def savings(replicated: float, tokens: float) -> dict[str, float]:
 
 
 class Sharing:
-    """What a trainer has shared, and why not.
+    """Counts of what a trainer has shared, and of the reasons why not.
 
     Attributes:
         options: of the trainer.
@@ -171,7 +171,7 @@ class Sharing:
         self._warn = warn
 
     def take(self) -> Tally:
-        """What has been run since this was last asked."""
+        """Counts since this was last asked."""
         tally, self.tally = self.tally, Tally()
         return tally
 
@@ -213,7 +213,7 @@ class Verification:
         self.has_failed = False
 
     def is_due(self, kind: str) -> bool:
-        """Whether this call is to be verified; it counts."""
+        """True if this call is to be verified; it counts."""
         is_due = self._left[kind] > 0 and not self.has_failed
         self._left[kind] -= is_due
         return is_due

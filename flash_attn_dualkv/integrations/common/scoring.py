@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Many sequences, such as all requests of an evaluation, as packed micro-batches whose rows are read by somebody else.
+"""Many sequences, such as all requests of an evaluation, as packed micro-batches whose rows the caller reads.
 
 The tree of all of them is made once, in parts that the host's memory holds; a micro-batch is a part of it.
 """
@@ -23,9 +23,9 @@ from ...errors import SharedPromptError
 from ...host import int64s, to_device
 
 MAX_TOKENS = 1 << 15
-# Fewest tokens that a node must save. A node more is a query tile more in the forward alone, which
-# for a few rows below a long header costs as much as some 20 tokens; training, whose nodes are
-# longer, has MIN_SHARED.
+# Fewest tokens that a node must save. A node more is a query tile more in a forward without
+# backward, which for a few rows below a long header costs as much as some 20 tokens; training,
+# whose nodes are longer, has MIN_SHARED.
 MIN_SHARED = 16
 # Tokens of the sequences of one tree: making it takes some 100 bytes of the host for each.
 TREE_TOKENS = 1 << 23
@@ -53,7 +53,7 @@ def scoring_batches(
     Raises:
         SharedPromptError: an empty sequence, a token below 0, an option that is not as described.
     """
-    given = [checks.items(f"sequences[{at}]", one, "token ids") for at, one in enumerate(sequences)]
+    given = [checks.items(f"sequences[{at}]", ids, "token ids") for at, ids in enumerate(sequences)]
     if not all(map(len, given)):
         at = [*map(len, given)].index(0)
         raise SharedPromptError(explain(f"sequences[{at}]", "at least one token", "none"))
@@ -77,7 +77,7 @@ def _parts(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     if total <= TREE_TOKENS:
         return [[*range(len(sequences))]] if sequences else []
     # The most significant byte first: then bytes are in the order of the numbers.
-    keys = [struct.pack(f">{len(one)}q", *one) for one in sequences]
+    keys = [struct.pack(f">{len(ids)}q", *ids) for ids in sequences]
     parts: list[list[int]] = []
     room = 0
     for index in sorted(range(len(sequences)), key=keys.__getitem__):

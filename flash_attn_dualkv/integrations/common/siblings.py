@@ -16,14 +16,14 @@ def fill(groups: Any, rows: int) -> list[list[int]]:
     left: list[int] = []
     # The largest first: where groups are equally large, as a rule, that is their own order.
     for piece in sorted(pieces, key=len, reverse=True):
-        room = next((one for one in slices if rows - len(one) >= len(piece)), None)
+        room = next((own for own in slices if rows - len(own) >= len(piece)), None)
         if room is None:
             left += piece
         else:
             room += piece
-    for one in slices:
-        missing = rows - len(one)
-        one += left[:missing]
+    for own in slices:
+        missing = rows - len(own)
+        own += left[:missing]
         left = left[missing:]
     # Where a slice stands depends on the shuffle, not on how large its groups are.
     return sorted(slices, key=min)

@@ -135,7 +135,7 @@ class Package(NamedTuple):
         except SharedPromptUnsupportedError as error:
             raise self._refusal(str(error)) from None
         version = _parsed(self.version())
-        if not any(_is_of(version, one) for one in self.compared) and self.name not in _warned:
+        if not any(_is_of(version, release) for release in self.compared) and self.name not in _warned:
             _warned.add(self.name)
             logger.warning(
                 "flash_attn_dualkv: results of %s %s were not compared with stock ones, those of %s were. What is "
@@ -173,22 +173,22 @@ def _parsed(version: str) -> Version | None:
 
 
 def _is_of(version: Version | None, compared: str) -> bool:
-    """Whether a version is a release of what was compared: that, or one that begins with it."""
+    """True if a version is a release of what was compared: that, or one that begins with it."""
     release = Version(compared).release
     return version is not None and not version.is_prerelease and version.release[: len(release)] == release
 
 
 def _overrides(kind: type) -> Iterator[tuple[FunctionType, Any]]:
     """The methods that a class has from this package in the place of others', and those others."""
-    ours = [one for one in kind.__mro__ if one.__module__.split(".")[0] == _PACKAGE]
-    for name, made in [item for one in ours for item in vars(one).items()]:
-        stock = next((vars(one)[name] for one in kind.__mro__ if one not in ours and name in vars(one)), None)
+    ours = [base for base in kind.__mro__ if base.__module__.split(".")[0] == _PACKAGE]
+    for name, made in [item for base in ours for item in vars(base).items()]:
+        stock = next((vars(base)[name] for base in kind.__mro__ if base not in ours and name in vars(base)), None)
         if isinstance(made, FunctionType) and callable(stock) and not name.startswith("__"):
             yield made, stock
 
 
 def _is_in_rays_hook() -> bool:
-    """Whether Ray runs this as a worker's worker_process_setup_hook."""
+    """True if Ray runs this as a worker's worker_process_setup_hook."""
     frame = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != _HOOK:
         frame = frame.f_back  # type: ignore[assignment]
