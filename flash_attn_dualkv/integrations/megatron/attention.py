@@ -24,7 +24,7 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class AttentionSettings(NamedTuple):
-    """What a layer's attention computes, beside its sinks.
+    """Settings of a layer's attention, in addition to its sinks.
 
     Attributes:
         scale: of the scores.
@@ -43,7 +43,7 @@ class AttentionSettings(NamedTuple):
         """From an attention layer, by the rules of Megatron's own core attentions.
 
         Raises:
-            SharedPromptError: a window behind the row's own position.
+            SharedPromptError: a window after the row's own position.
         """
         config = attention.config
         # MLA's layers have a scale; others leave the default to their core attention.
@@ -91,7 +91,7 @@ class OnPackedRows:
         if mask_type not in _CAUSAL:
             raise SharedPromptError(explain("attn_mask_type", "causal with a shared prompt", mask_type))
         given = dict(attention_mask=attention_mask, attention_bias=attention_bias, **others)
-        unknown = [name for name, one in given.items() if one is not None]
+        unknown = [name for name, value in given.items() if value is not None]
         if unknown:
             raise SharedPromptError(explain("core attention", "a layout in place of all masks", ", ".join(unknown)))
         layout, settings = packed_seq_params.layout, self.dualkv
@@ -124,7 +124,7 @@ class SharedPromptAttention(OnPackedRows, DotProductAttention):
     """Core attention for layer specs of one's own; models still need `install(model_chunks)`.
 
     Without a layout it is Megatron's local one, for MLA's head dimensions too, which the local one does not take. With
-    context parallelism there is no attention without a layout: the local one would see a rank's rows alone.
+    context parallelism there is no attention without a layout: the local one would see only a rank's rows.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ Scores = tuple[Tensor, "Tensor | None"]
 
 
 class Request(NamedTuple):
-    """What `output_processor` of Megatron's forward gets as its context."""
+    """Context of `output_processor` in Megatron's forward."""
 
     batch: PackedBatch
     layout: ContextLayout | None
@@ -38,9 +38,9 @@ class Request(NamedTuple):
 def shared_prompt_forward(
     model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False, **inputs: Any
 ) -> Tensor | Scores:
-    """What `forward_step_func` does with a micro-batch: run this rank's chunk over its rows.
+    """Runs this rank's chunk over the rows of a micro-batch: the step of `forward_step_func`.
 
-    The last stage runs the LM head over the rows that score tokens alone, some at a time, with the vocabulary divided
+    The last stage runs the LM head only over the rows that score tokens, some at a time, with the vocabulary divided
     among the tensor-parallel ranks; other stages return what the next one needs. All tensor-parallel and
     context-parallel ranks must call with the same batch. With pipeline stages set `variable_seq_lengths`, as
     micro-batches differ in their rows.
@@ -53,7 +53,7 @@ def shared_prompt_forward(
     Args:
         model: a chunk that is installed, as the pipeline's schedule hands it to `forward_step_func`.
         batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device; on every stage, of which all but
-            the first need the layout alone. With sequence parallelism packed with `pad_to_multiple_of` = TP; with
+            the first need only the layout. With sequence parallelism packed with `pad_to_multiple_of` = TP; with
             context parallelism its padding goes.
         temperature: divides the logits; finite and > 0.
         with_entropy: also compute the entropy of each distribution (natural log, differentiable).
@@ -124,7 +124,7 @@ def layout_of(model: nn.Module, batch: PackedBatch) -> ContextLayout | None:
 
 
 def _note(common: Common, chunk: Any, batch: PackedBatch, options: Any) -> None:
-    """What this stage reads of the batch; others may have the layout alone."""
+    """Notes what this stage reads of the batch; others may have only the layout."""
     common.note(batch.layout, options)
     if not chunk.pre_process:
         common["input_ids"] = None
@@ -138,7 +138,7 @@ def _run(model: nn.Module, batch: PackedBatch, layout: ContextLayout | None, **i
         if inputs.get(name) is not None:
             expected = "None (the batch says what is scored, the loss function weights it)"
             raise SharedPromptError(explain(name, expected, checks.describe(inputs[name])))
-    # On all stages: if one raised alone, the others would wait for it.
+    # On all stages: if only one raised, the others would wait for it.
     if batch.max_token >= chunk.vocab_size:
         raise SharedPromptError(explain("batch", f"token ids below {chunk.vocab_size}", batch.max_token))
     rows = batch.input_ids if layout is None else layout.shard(batch.input_ids)
@@ -228,7 +228,7 @@ def _scores(
     logps, entropy = score_in_chunks(head, chosen, targets, **options)
     scores = [logps, entropy] if request.with_entropy else [logps]
     if layout is not None:
-        scores = [_of_all_ranks(one, own, count, layout) for one in scores]
+        scores = [_of_all_ranks(values, own, count, layout) for values in scores]
     scores = [*map(distinct.expand, scores)]
     return scores[0], scores[1] if request.with_entropy else None
 

@@ -59,10 +59,10 @@ def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "au
     """
     checks.choice("backend", backend, BACKENDS)
     given = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    chunks = [_gpt_model(one) for one in given]
+    chunks = [_gpt_model(chunk) for chunk in given]
     # All checks first: a model is prepared as a whole or not at all.
     prepared = [(chunk, _attentions(chunk), _rotaries(chunk)) for chunk in chunks]
-    settings = [[AttentionSettings.of(one, backend) for one in attentions] for _, attentions, _ in prepared]
+    settings = [[AttentionSettings.of(attention, backend) for attention in attentions] for _, attentions, _ in prepared]
     for (chunk, attentions, rotaries), of_layers in zip(prepared, settings):
         for attention, own in zip(attentions, of_layers):
             _extend(attention.core_attention, OnPackedRows)
@@ -76,7 +76,7 @@ def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "au
 
 
 def installed_chunk(model: nn.Module) -> Any:
-    """The `GPTModel` inside of a chunk; SharedPromptError if nobody has installed it."""
+    """The `GPTModel` inside of a chunk; SharedPromptError if it is not installed."""
     chunk = _gpt_model(model)
     if not hasattr(chunk, _LAYERS):
         raise SharedPromptError(explain("model", "install(model_chunks) before the first packed call", "none"))
@@ -104,9 +104,9 @@ def replayed_routers(chunk: Any) -> Iterator[tuple[int, Any]]:
 
 def _gpt_model(model: Any) -> Any:
     checks.instance("model_chunks", model, nn.Module, ", or a list of them")
-    found = [one for one in model.modules() if isinstance(one, GPTModel)]
+    found = [module for module in model.modules() if isinstance(module, GPTModel)]
     if len(found) != 1:
-        names = ", ".join(sorted({type(one).__name__ for one in found})) or type(model).__name__
+        names = ", ".join(sorted({type(module).__name__ for module in found})) or type(model).__name__
         raise SharedPromptUnsupportedError(explain("model", "one GPTModel in each chunk", f"{len(found)}: {names}"))
     return found[0]
 
@@ -129,26 +129,26 @@ def _attentions(chunk: Any) -> list[Any]:
         if not _is_known(attention, _ATTENTIONS):
             raise _unknown(f"decoder.layers.{name}.self_attention", "SelfAttention or MLASelfAttention", attention)
         if not _is_known(attention.core_attention, _CORES):
-            expected = " or ".join(one.__name__ for one in _CORES)
+            expected = " or ".join(kind.__name__ for kind in _CORES)
             raise _unknown(f"decoder.layers.{name}.self_attention.core_attention", expected, attention.core_attention)
         found.append(attention)
     return found
 
 
 def _rotaries(chunk: nn.Module) -> list[Any]:
-    """What makes the frequencies of RoPE; multimodal RoPE reads position_ids, which are checked."""
+    """Modules that make the frequencies of RoPE; multimodal RoPE reads position_ids, which are checked."""
     found = []
     for name, module in chunk.named_modules():
         if isinstance(module, MultimodalRotaryEmbedding) or "rotary" not in type(module).__name__.lower():
             continue
         if not _is_known(module, _ROTARY):
-            raise _unknown(name, " or ".join(one.__name__ for one in _ROTARY), module)
+            raise _unknown(name, " or ".join(kind.__name__ for kind in _ROTARY), module)
         found.append(module)
     return found
 
 
 def _is_known(module: Any, kinds: tuple[Any, ...]) -> bool:
-    """Whether a module computes as one of these classes do: it may be installed, or inherit the forward."""
+    """True if a module computes as one of these classes do: it may be installed, or inherit the forward."""
     is_ours = isinstance(module, (OnPackedRows, OfPositions))
     return is_ours or any(type(module).forward is kind.forward for kind in kinds)
 
@@ -165,7 +165,7 @@ def _extended(mixin: Any, stock: Any) -> Any:
 
 
 MEGATRON_CORE.check_classes(
-    *(_extended(OnPackedRows, one) for one in _CORES), *(_extended(OfPositions, one) for one in _ROTARY)
+    *(_extended(OnPackedRows, kind) for kind in _CORES), *(_extended(OfPositions, kind) for kind in _ROTARY)
 )
 
 

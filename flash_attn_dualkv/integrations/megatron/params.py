@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a packed micro-batch is to Megatron-Core: one sequence of its thd format, with the layout beside it."""
+"""A packed micro-batch as Megatron-Core sees it: one sequence of its thd format, with the layout beside it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 Megatron makes frequencies for 0 .. longest and lets them begin again with every sequence of cu_seqlens; it does not
 read position_ids. A packed row is one sequence there, so what is made for it are the frequencies of its T rows. They
 come by the two calls that every model and every MLA layer makes: the length that `get_rotary_seq_len` finds in the
-packed_seq_params carries the positions to the `forward` behind it. Nothing is kept in between, so that recomputation
+packed_seq_params carries the positions to the `forward` after it. Nothing is kept in between, so that recomputation
 in the backward, other micro-batches and other threads do not matter.
 """
 
@@ -66,4 +66,4 @@ class OfPositions:
 
 def _rows(length: RotaryLength, *tables: Any) -> tuple[Any, ...]:
     """The rows of the positions from tables (longest, 1, 1, d); numbers (of YaRN) stay what they are."""
-    return tuple(one.index_select(0, length.positions) if isinstance(one, Tensor) else one for one in tables)
+    return tuple(table.index_select(0, length.positions) if isinstance(table, Tensor) else table for table in tables)

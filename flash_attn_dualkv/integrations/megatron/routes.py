@@ -42,7 +42,7 @@ def replay_routes(model: nn.Module, batch: PackedBatch, routes: Tensor, replayed
         SharedPromptError: an argument is not as described, or the model is not installed.
     """
     chunk = installed_chunk(model)
-    routers = sorted(replayed_routers(chunk), key=lambda one: one[0])
+    routers = sorted(replayed_routers(chunk), key=lambda pair: pair[0])
     with same_on_all_ranks(chunk.pg_collection.cp):
         config, tokens = chunk.config, batch.num_replicated_tokens
         checks.integers("routes", routes, 3)
@@ -75,7 +75,7 @@ def replay_routes(model: nn.Module, batch: PackedBatch, routes: Tensor, replayed
 
 @torch.no_grad()
 def recorded_routes(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """What the routers of a chunk have recorded in a forward over a batch. All ranks that have its rows must call.
+    """Routes that the routers of a chunk recorded in a forward over a batch. All ranks that have its rows must call.
 
     Args:
         model, batch: of that forward.
@@ -89,7 +89,7 @@ def recorded_routes(model: nn.Module, batch: PackedBatch) -> Tensor:
     """
     chunk = installed_chunk(model)
     found = []
-    for number, router in sorted(replayed_routers(chunk), key=lambda one: one[0]):
+    for number, router in sorted(replayed_routers(chunk), key=lambda pair: pair[0]):
         if router.recorded_topk_idx is None:
             raise SharedPromptError(explain(f"router of layer {number}", "a forward with the action RECORD", "none"))
         found.append(router.recorded_topk_idx.int())
