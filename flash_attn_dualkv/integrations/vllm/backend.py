@@ -30,7 +30,7 @@ from .versions import installed
 
 _VERSION = installed()
 _SHARED = "dualkv_shared"  # of a step's metadata
-_PROMPTS = "dualkv_prompts"  # of a step's metadata: the metadata of the requests behind those that decode
+_PROMPTS = "dualkv_prompts"  # of a step's metadata: the metadata of the requests after those that decode
 
 
 class SharedPrefixBackend(FlashAttentionBackend):
@@ -66,7 +66,7 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         layers = {name: context[name] for name in layer_names}
         scheduler = vllm_config.scheduler_config
         # The head of a draft model may have other heads than the target, and the same block table.
-        (sizes, count), *others = Counter(sizes_of(one.impl) for one in layers.values()).most_common()
+        (sizes, count), *others = Counter(sizes_of(layer.impl) for layer in layers.values()).most_common()
         threshold, max_keys = self.reorder_batch_threshold, vllm_config.model_config.max_model_len
         geometry = Geometry(
             *sizes, threshold, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_keys + threshold
@@ -97,7 +97,7 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         shared = self._sharing.begin(common, not self._is_capturing) if reason is None else None
         if shared is None:
             return super().build(common_prefix_len, common, fast_build)
-        # FlashAttention's own schedule is for prompts alone, but it looks for windows in the first
+        # FlashAttention's own schedule is only for prompts, but it looks for windows in the first
         # step.
         is_first = getattr(self, "aot_sliding_window", None) is None
         metadata = super().build(0, common, fast_build=not is_first)
@@ -133,10 +133,10 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 def requests_behind(common: Any, shared: Shared) -> Any:
-    """vLLM's CommonAttentionMetadata of the requests behind those of the plan."""
+    """vLLM's CommonAttentionMetadata of the requests after those of the plan."""
     rows, first = common.num_reqs, shared.requests
     of_requests = ("seq_lens", "block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling")
-    new: dict[str, Any] = {one.name: None for one in dataclasses.fields(common) if one.name.startswith("_")}
+    new: dict[str, Any] = {field.name: None for field in dataclasses.fields(common) if field.name.startswith("_")}
     new |= {name: value[first:rows] for name in of_requests if (value := getattr(common, name)) is not None}
     return common.replace(
         query_start_loc=common.query_start_loc[first : rows + 1] - shared.tokens,
@@ -168,7 +168,7 @@ class SharedPrefixImpl(FlashAttentionImpl):
             softcap=float(self.logits_soft_cap), sinks=self.sinks, out=output[:tokens],
         )  # fmt: skip
         if shared.behind:
-            rest = (None if one is None else one[tokens:] for one in (query, key, value))
+            rest = (None if rows is None else rows[tokens:] for rows in (query, key, value))
             super().forward(layer, *rest, kv_cache, getattr(attn_metadata, _PROMPTS), output[tokens:])
         return output
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is said in vLLM's log."""
+"""Messages in vLLM's log."""
 
 from __future__ import annotations
 

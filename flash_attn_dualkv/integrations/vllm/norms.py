@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The norm behind a residual in vLLM's batch-invariant mode, so that its bits depend on its row alone.
+"""The norm after a residual in vLLM's batch-invariant mode, so that its bits depend only on its row.
 
 vLLM 0.26 gives a row 1024 threads among fewer than 256 rows and 256 among more, in that mode, too: its sum
-then has another order, and so do the bits of everything behind it. 0.24 and 0.33 call the same operator.
+then has another order, and so do the bits of everything after it. 0.24 and 0.33 call the same operator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MODULE, _NORM = "vllm.model_executor.layers.layernorm", "rms_norm_batch_invaria
 
 
 def install() -> None:
-    """In batch-invariant mode: add first, then take the kernel of norms alone, with a program for each row."""
+    """In batch-invariant mode: adds first, then takes the kernel of only norms, with a program for each row."""
     if envs.VLLM_BATCH_INVARIANT:
         replace_once(importlib.import_module(_MODULE), _NORM, _by_rows)
 

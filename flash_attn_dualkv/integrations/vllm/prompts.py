@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What vLLM's workers know and do not tell attention backends: prompts' lengths, drafts, and that they have slept.
+"""Facts that vLLM's workers do not tell attention backends: prompts' lengths, drafts, and that they have slept.
 
 The metadata of a step that vLLM hands to attention backends has no lengths of prompts; its runners
 do, in the order of the step's requests, after preemption and reordering, and where steps are
@@ -20,7 +20,7 @@ from .versions import installed
 
 
 class Noted(NamedTuple):
-    """Lengths of the prompts of the newest step's requests, a NumPy array; rows behind them mean nothing."""
+    """Lengths of the prompts of the newest step's requests, a NumPy array; rows after them mean nothing."""
 
     lengths: Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the layers of a builder of vLLM share in a step: a plan, and which rows run on it.
+"""Plan that the layers of a builder of vLLM share in a step, and which rows run on it.
 
 vLLM puts requests with few tokens first. Their rows are decoded by a plan; the others, prompts and
 long chunks of them, are left to vLLM's own attention, or with exact="trainer" are decoded, too.
@@ -38,7 +38,7 @@ class Shared(NamedTuple):
     behind: int
 
     def serves(self, impl: Any) -> bool:
-        """Whether a layer has the sizes of the plan."""
+        """True if a layer has the sizes of the plan."""
         limits = self.plan.limits
         return sizes_of(impl) == (limits.num_heads, limits.num_kv_heads, limits.head_dim)
 
@@ -49,7 +49,7 @@ def sizes_of(impl: Any) -> tuple[int, int, int]:
 
 
 class Geometry(NamedTuple):
-    """What is fixed for a builder's layers.
+    """Sizes that are fixed for a builder's layers.
 
     threshold: tokens of a request that decodes, at most.
     max_keys: of a request.
@@ -79,7 +79,7 @@ class Sharing:
         self, engine: Any, layers: dict[str, Any], geometry: Geometry, settings: Settings, device: torch.device
     ) -> None:  # fmt: skip
         self._engine, self.geometry, self.settings, self.device = engine, geometry, settings, device
-        reads_all = any(one.impl.sliding_window[0] < 0 for one in layers.values())  # windows are read for each request
+        reads_all = any(layer.impl.sliding_window[0] < 0 for layer in layers.values())  # windows are read per request
         # Windows are never divided: the states of divided walks would be memory that nothing uses.
         self._walks = settings.walks if reads_all else "trainer"
         self._whose = f"{len(layers)} layers"
@@ -199,11 +199,11 @@ class Sharing:
         self.refuse(f"requests of {keys} keys, more than max_model_len")
 
     def say(self, whose: str, reason: str) -> None:
-        """Say once in an engine why layers are not served."""
+        """Logs once in an engine why layers are not served."""
         say_once(f"{whose} run on vLLM's own attention: {reason}", self._engine)
 
     def _cut(self, requests: int) -> Tensor:
-        """Where training cuts each request, on the device. It is written when it changes."""
+        """Places where training cuts each request, on the device. It is written when it changes."""
         cuts = np.full(requests, _NOWHERE, dtype=np.int32)
         noted = prompts.newest()
         if noted is not None:

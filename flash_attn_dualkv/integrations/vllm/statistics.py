@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What sharing saves, for vLLM's log.
+"""Savings by sharing, for vLLM's log.
 
 Steps are counted on the host. Once an interval a step's block table is copied, without waiting for
 the device, and looked at when it is there.
@@ -37,13 +37,13 @@ class Reading(NamedTuple):
 
 
 def read_table(table: Any, keys: Any, cuts: Any, page_size: int) -> Reading:
-    """What a step shares: NumPy arrays of its block table, keys, and where requests are cut."""
+    """Counts of what a step shares, from NumPy arrays: its block table, keys, and where requests are cut."""
     is_used = keys > 0
     table, keys, cuts = table[is_used], keys[is_used], cuts[is_used]
     shareable = np.clip(np.minimum(cuts, keys), 0, None) // page_size  # whole pages
     table = table[:, : shareable.max(initial=1)]
     places = np.arange(table.shape[1]) < shareable[:, None]
-    # Of each column by itself: NumPy from 2.3 on hashes in np.unique, millions of them for seconds.
+    # Column by column: NumPy from 2.3 on hashes in np.unique, millions of them for seconds.
     pages = np.sort(np.where(places, table, -1).T, axis=1)
     distinct = int(np.count_nonzero(np.diff(pages, axis=1, prepend=-1)))
     firsts = table[shareable > 0, 0]
@@ -81,9 +81,9 @@ class Statistics:
             self._report()
         elif time.monotonic() - self._last > self.interval:
             self._last = time.monotonic()
-            copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in (table, keys, cuts)]
-            for copy, one in zip(copies, (table, keys, cuts)):
-                copy.copy_(one, non_blocking=True)
+            copies = [torch.empty(src.shape, dtype=src.dtype, pin_memory=src.is_cuda) for src in (table, keys, cuts)]
+            for copy, src in zip(copies, (table, keys, cuts)):
+                copy.copy_(src, non_blocking=True)
             event = None
             if table.is_cuda:
                 event = torch.cuda.Event()
@@ -96,7 +96,7 @@ class Statistics:
         if event is not None and not event.query():
             return
         self._pending = None
-        table, keys, cuts = (one.numpy() for one in copies)
+        table, keys, cuts = (copy.numpy() for copy in copies)
         logger.info("flash_attn_dualkv, %s: %s", self.whose, self.line(read_table(table, keys, cuts, page_size)))
 
     def line(self, reading: Reading) -> str:

@@ -13,7 +13,7 @@ from ...errors import SharedPromptUnsupportedError
 
 
 class Version(NamedTuple):
-    """What one version has and another has not.
+    """Differences between versions of vLLM.
 
     packs_halves: whether a layer's cache is (pages, heads, rows, K and V side by side); else it is
         (pages, K and V, rows, heads, head_dim).
@@ -43,7 +43,7 @@ SUPPORTED = {
 
 
 def installed() -> Version:
-    """What the installed vLLM has.
+    """Version of the installed vLLM.
 
     Raises:
         SharedPromptUnsupportedError: this package does not know it; names the versions that are supported.
@@ -51,6 +51,6 @@ def installed() -> Version:
     version = str(importlib.import_module("vllm").__version__)
     found = SUPPORTED.get(".".join(version.split(".")[:2]))
     if found is None:
-        expected = " or ".join(f"{one}.x" for one in SUPPORTED)
+        expected = " or ".join(f"{release}.x" for release in SUPPORTED)
         raise SharedPromptUnsupportedError(explain("vllm", f"{expected} for the attention backend CUSTOM", version))
     return found
