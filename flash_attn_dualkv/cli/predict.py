@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What sharing a prompt saves in training: tokens, operations, time and memory, computed before anything is run.
+"""Savings by sharing a prompt in training: tokens, operations, time and memory, computed before anything is run.
 
     python -m flash_attn_dualkv.predict --responses 16 --prompt 8K --response 131..2048 --model qwen3-8b
     python -m flash_attn_dualkv.predict --prompt 600 --response 500,900,1200 --rates h200 --json
@@ -113,7 +113,7 @@ class ModelShape:
         return 2 * self.layer_weights * tokens * TOKEN_FACTORS[direction]
 
     def saved_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """What one layer in plain PyTorch keeps of a token between forward and backward, without checkpointing.
+        """Bytes that one layer in plain PyTorch keeps of a token between forward and backward, without checkpointing.
 
         Norms are PyTorch's fused ones for GPUs, which keep their input and one statistic.
         The inputs of both norms, of the projections and of the MLP (4 hidden); queries, keys and values as attention
@@ -143,15 +143,15 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU sustains, in TFLOP/s of the operations that each implementation executes.
+    """Rates that a GPU sustains, in TFLOP/s of the operations that each implementation executes.
 
     Attributes:
-        token_wise: a layer's matrix products with the element-wise work around them: less than of the products alone.
+        token_wise: a layer's matrix products with the element-wise work around them: less than of only the products.
         shared_forward, shared_backward: attention of this library, of long sequences.
         replicated_forward, replicated_backward: the attention kernels that it is compared with.
         shared_forward_ns, shared_backward_ns, replicated_forward_ns, replicated_backward_ns: ns of the same that a
-            token takes beside its pairs, with 4096 query columns (32 heads of 128): its bytes, tiles that are partly
-            masked, the beginnings and ends of blocks. With short sequences this is most of the time.
+            token takes in addition to its pairs, with 4096 query columns (32 heads of 128): its bytes, tiles that are
+            partly masked, the beginnings and ends of blocks. With short sequences this is most of the time.
     """
 
     token_wise: float
@@ -242,7 +242,7 @@ def predict(
     rates: Rates = RATES["equal"],
     bytes_per_parameter: float = BYTES_PER_PARAMETER,
 ) -> Prediction:
-    """What sharing the prompt of one group saves, in one decoder layer and in the activations of a model.
+    """Savings by sharing the prompt of one group, in one decoder layer and in the activations of a model.
 
     Args:
         prompt: tokens of the prompt, >= 1.
@@ -318,7 +318,7 @@ class DecodePrediction:
 def predict_decode(
     prompt: int, responses: Sequence[int], model: ModelShape, copy_rate: float = COPY_RATES["h200"]
 ) -> DecodePrediction:
-    """What one read of a shared prompt saves in generating its responses (docs/rollouts.md has what was measured).
+    """Savings by one read of a shared prompt in generating its responses (docs/rollouts.md has what was measured).
 
     A step in the middle of the rollout: half of each response is there. 16-bit keys and values. Decoding is bound by
     bytes: a kernel that reads the prompt once reaches 0.6 to 1.0 of the copy rate.

@@ -17,7 +17,7 @@ from ..host import int64s, ints, memory_of, offsets_of, take, to_host
 WORD = torch.int64.itemsize
 _MOST = torch.iinfo(torch.int64).max
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
-# Types of masks, beside integers: 0.0 and 1.0 are as exact as False and True.
+# Types of masks, in addition to integers: 0.0 and 1.0 are as exact as False and True.
 MASKS = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 TokenIds = Tensor | Sequence[int]
@@ -59,7 +59,7 @@ def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
 def token_lists(given: Iterable[Any], *names: str, also: Sequence[torch.dtype] = ()) -> tuple[Tensor, list[int]]:
     """The tokens of sequences all in one, contiguous, and how many each has; of several names they come in turns.
 
-    `also` are types that they may have, beside integers.
+    `also` are types that they may have, in addition to integers.
     """
     tokens = [*given]
     dtypes = _INTEGERS.union(also)
