@@ -67,7 +67,7 @@ def _sharing(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., A
         refusal = _refusal(self, model_inputs)
         ids, mask = _rows(model_inputs, self.template.padding_free and refusal is None)
         kept = grpo_batch.completion_mask.shape[1]
-        ids, mask = (torch.nn.functional.pad(one, (max(0, kept - one.shape[1]), 0)) for one in (ids, mask))
+        ids, mask = (torch.nn.functional.pad(tensor, (max(0, kept - tensor.shape[1]), 0)) for tensor in (ids, mask))
         is_scored = torch.zeros_like(ids, dtype=torch.bool)
         if refusal is None:
             is_scored[:, -kept:] = grpo_batch.completion_mask
@@ -87,7 +87,7 @@ def _sharing(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., A
             return result
         # The first of all tokens has no log-probability, and is kept where rows without padding are
         # the longest.
-        logps, entropy = (None if one is None else torch.nn.functional.pad(one, (1, 0))[:, -kept:] for one in found)
+        logps, entropy = (None if rows is None else torch.nn.functional.pad(rows, (1, 0))[:, -kept:] for rows in found)
         assert logps is not None
         if self.template.padding_free:
             columns = torch.arange(kept, device=logps.device)
@@ -119,9 +119,9 @@ def _rows(model_inputs: dict[str, Any], padding_free: bool) -> tuple[Tensor, Ten
     positions = (model_inputs["position_ids"] if positions is None else positions).flatten()
     begins = (positions == 0).nonzero()[:, 0].tolist()
     lengths = [end - begin for begin, end in zip(begins, [*begins[1:], len(positions)])]
-    pieces = [one.flip(0) for one in ids[0].split(lengths)]
-    mask = [torch.ones_like(one) for one in pieces]
-    ids, mask = (torch.nn.utils.rnn.pad_sequence(one, batch_first=True).flip(1) for one in (pieces, mask))
+    pieces = [row.flip(0) for row in ids[0].split(lengths)]
+    mask = [torch.ones_like(row) for row in pieces]
+    ids, mask = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flip(1) for rows in (pieces, mask))
     return ids, mask
 
 

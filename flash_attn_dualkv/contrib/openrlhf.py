@@ -160,7 +160,7 @@ def _data_loader(dataset: Any, batch_size: int = 1, shuffle: bool | None = None,
     """OpenRLHF's loader of micro-batches. Where it shuffles, samples of a prompt meet within each optimizer's step."""
     if not shuffle or not options.pop("drop_last", False):
         return DataLoader(dataset, batch_size, shuffle, **options)
-    prompts = [_prompt_of(one) for one in dataset.items]
+    prompts = [_prompt_of(sample) for sample in dataset.items]
     return DataLoader(dataset, batch_sampler=_Siblings(prompts, batch_size, getattr(dataset, _STEP)), **options)
 
 

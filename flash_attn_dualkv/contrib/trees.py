@@ -38,15 +38,15 @@ def flash_composed_forest_attention_fused(
         (T, H, d_v).
 
     Raises:
-        ValueError: they are no forest whose nodes lie one behind the other.
+        ValueError: they are no forest whose nodes lie one after the other.
     """
     names = dict(node_start=node_start, node_len=node_len, node_parent=node_parent)
 
     def build() -> Forest:
         least = dict(node_parent=-1)
-        return Forest(*(checks.lengths(name, one, least=least.get(name, 0)) for name, one in names.items()))
+        return Forest(*(checks.lengths(name, values, least=least.get(name, 0)) for name, values in names.items()))
 
-    tables = [one for one in names.values() if isinstance(one, Tensor)]
+    tables = [table for table in names.values() if isinstance(table, Tensor)]
     forest = remembered(tables, build) if len(tables) == len(names) else build()
     return forest.attend(q, k, v, scale)
 
@@ -78,9 +78,9 @@ def tree_attention(
         ValueError: a mask that is not that of a tree, or of more than one row of a batch.
     """
     check_are_tensors(("query", "key", "value", "packed_mask"), (query, key, value, packed_mask))
-    for name, one in (("query", query), ("key", key), ("value", value)):
-        if one.dim() != 4:
-            raise ValueError(explain(name, "4 dimensions (1, heads, rows, head_dim)", f"shape {tuple(one.shape)}"))
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(explain(name, "4 dimensions (1, heads, rows, head_dim)", f"shape {tuple(tensor.shape)}"))
     if packed_mask.dtype != torch.int64:
         raise TypeError(explain("packed_mask", "dtype torch.int64", packed_mask.dtype))
     rows = query.shape[2]
@@ -89,7 +89,7 @@ def tree_attention(
         expected = f"shape (1, {rows}, words), of 64 rows each"
         raise ValueError(explain("packed_mask", expected, f"{tuple(packed_mask.shape)} for {tuple(query.shape)}"))
     forest = remembered([packed_mask], lambda: _forest_of_bits(packed_mask[0]))
-    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return forest.attend(q, k, v, sm_scale).transpose(1, 2)
 
 
@@ -107,7 +107,7 @@ def _forest_of_bits(mask: Tensor) -> Forest:
     parents = torch.where(word >= 0, 64 * word + highest, -1)
     sees_itself = (mask & itself).any(1)
     # A row sees what its parent sees, and itself.
-    inherited = mask[parents.clamp(0, len(mask) - 1)[:, 0]]  # bits behind the last row stand for none
+    inherited = mask[parents.clamp(0, len(mask) - 1)[:, 0]]  # bits after the last row stand for none
     inherits = (above == torch.where(parents >= 0, inherited, 0)).all(1)
     is_valid = inherits & (parents < rows)[:, 0] & (sees_itself | (parents < 0)[:, 0])
     tokens, seeing, valid = torch.stack([parents[:, 0], sees_itself, is_valid]).tolist()
