@@ -26,27 +26,27 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
             values that all rows have in common, or images as TRL keeps them. Others leave the
             slices as they are.
     """
-    stock, slices = slices, [split_pixel_values_by_grid(one) for one in slices]
+    stock, slices = slices, [split_pixel_values_by_grid(inputs) for inputs in slices]
     rows = _rows(slices)
     if len(slices) < 2 or rows is None:
         return stock
-    merged = {name: _join([one[name] for one in slices]) for name in slices[0]}
+    merged = {name: _join([inputs[name] for inputs in slices]) for name in slices[0]}
     padding = merged["prompt_mask"] == 0
     prompts = merged["prompt_ids"].masked_fill(padding, -1).tolist()
     images = {name: value for name, value in merged.items() if isinstance(value, list) and isinstance(value[0], Tensor)}
     _, firsts = images_of(images, len(prompts))
     parts = fill(groups_of(zip(map(tuple, prompts), firsts)), rows)
     moved = [{name: _select(value, part) for name, value in merged.items()} for part in parts]
-    return [unsplit_pixel_values_by_grid(one) for one in moved]
+    return [unsplit_pixel_values_by_grid(inputs) for inputs in moved]
 
 
 def _rows(slices: Sequence[dict[str, Any]]) -> int | None:
     """Rows of each slice; None if they differ, or something is not divided by rows."""
-    counts = {len(one["prompt_ids"]) for one in slices}
-    for one in slices:
-        if one.keys() != slices[0].keys():
+    counts = {len(inputs["prompt_ids"]) for inputs in slices}
+    for inputs in slices:
+        if inputs.keys() != slices[0].keys():
             return None
-        counts |= {len(value) for value in one.values() if _is_divided(value)}
+        counts |= {len(value) for value in inputs.values() if _is_divided(value)}
     return counts.pop() if len(counts) == 1 else None
 
 

@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = {"return_dict", "use_cache"}
 
 
 class Sharing(pipeline.Sharing):
-    """What the models of one trainer have in common."""
+    """State that the models of one trainer have in common."""
 
     def __init__(self, options: Options, args: Any) -> None:
         super().__init__(options, logger.warning)
@@ -136,7 +136,7 @@ class SharedForward:
 
     @torch.compiler.disable
     def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[PackedRow, dict[str, Any], Any]:
-        """The row, what the model is given, and what `_compute` needs beside these. Raises Refused."""
+        """The row, what the model is given, and what `_compute` needs in addition. Raises Refused."""
         if self.sharing.off is not None:
             raise Refused(*self.sharing.off)
         if self.sharing.args.use_liger_kernel:
@@ -172,7 +172,7 @@ class SharedForward:
         return self.sharing.options.drop_unread
 
     def _samples(self, inputs: dict[str, Any], media: Any) -> tuple[Samples, Any]:
-        """What is to be packed: samples whose ends are scored, or with tokens that are scored anywhere."""
+        """Samples to be packed: with scored ends, or with tokens that are scored anywhere."""
         ids, mask, labels = (inputs[name] for name in ("input_ids", "attention_mask", "labels"))
         is_scored = labels != IGNORED_LABEL
         is_prompt = mask.bool() & ~is_scored

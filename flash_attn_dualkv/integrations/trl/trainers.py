@@ -45,8 +45,8 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         verify_first_steps: so many of the policy's forwards are computed by stock attention too; if log-probabilities
             differ by more than rounding, sharing is switched off on all ranks.
         self_check: try a pair of short sequences before the first forward in each mode and with each set of adapters.
-        min_shared: the fewest tokens that a node behind the prompts must save; None: prompts alone are shared.
-        drop_unread: rows that nobody reads leave before the last layers.
+        min_shared: the fewest tokens that a node after the prompts must save; None: only prompts are shared.
+        drop_unread: unread rows leave before the last layers.
         share_lora_dropout: let LoRA's dropout draw one mask for the one copy of a prompt, where stock training draws
             one for each completion: another regulariser, and not exact. False: with LoRA's dropout nothing is shared.
 
@@ -117,7 +117,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         return scores if self._agrees(scores[0], expected) else stock(model, *args, **kwargs)
 
     def _agrees(self: Any, logps: Tensor, expected: Tensor) -> bool:
-        """Whether all ranks have stock attention's log-probabilities; if not, switch off."""
+        """True if all ranks have stock attention's log-probabilities; if not, switches off."""
         largest, mean = worst_of_ranks(difference(logps, expected, (expected != 0).sum().clamp(min=1)))
         self._metrics["train"]["shared_prompt/logp_difference"].append(largest)
         is_precise = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
@@ -137,7 +137,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
         if "shared_prompt/tokens" in metrics:  # which the trainer clears when it has written a line
-            numbers = [one + before for one, before in zip(numbers.tolist(), self._logged[mode])]
+            numbers = [number + before for number, before in zip(numbers.tolist(), self._logged[mode])]
         else:
             numbers = numbers.tolist()
         calls, replicated, tokens, unread, *fallbacks = numbers

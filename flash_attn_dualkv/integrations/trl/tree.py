@@ -46,7 +46,7 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
             return result
         tables = options["tree_cu_seqlens_q"], options["tree_cu_seqlens_k"]
         forest = remembered(tables, lambda: read_tree(*tables))
-        q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         scale = options.get("scaling")
         out = forest.attend(q.to(v.dtype), k.to(v.dtype), v, scale, window_size=window, softcap=softcap)
@@ -56,7 +56,7 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_offered(query: Tensor, value: Tensor, softcap: float) -> bool:
-    """Whether the kernels have the head dimensions, the type and the softcap; the reference has any of the last two."""
+    """True if the kernels have the head dimensions, the type and the softcap; the reference has any of the last two."""
     head_dims = query.shape[-1], value.shape[-1]
     if value.is_cuda and autocast((value,))[0].dtype not in CUDA_DTYPES:
         return False
