@@ -37,14 +37,14 @@ def partitions(
     parts = balance(tree, num_ranks=ranks, token_cost=TOKEN_COST)
     # These begin with what is most expensive, and a rank's mini-batches are cut from its list: the
     # first would have all long prompts.
-    first = {one: index for index, one in reversed(list(enumerate(ids)))}
+    first = {rollout: index for index, rollout in reversed(list(enumerate(ids)))}
     return [sorted(part, key=lambda index: (first[ids[index]], index)) for part in parts]
 
 
 def expected_tree(
     prompts: Sequence[int], responses: Sequence[int], uids: Sequence[str], sessions: Sequence[Hashable]
 ) -> tuple[PrefixTree, list[tuple[str, int]]]:
-    """What samples should share by their lengths alone; and of each the prompt that its rollout began with.
+    """Tree that samples should share, only by their lengths; and of each the prompt that its rollout began with.
 
     Tokens are on other machines. A step that has room in its prompt for the step before it is taken to begin with that,
     any other one for a rollout of its own.

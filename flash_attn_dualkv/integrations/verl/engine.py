@@ -39,7 +39,7 @@ from .sharing import SharedPrompts, register, take_micro_batches
 
 
 class _SharedPrompts(SharedPrompts):
-    """What both engines add to verl's; mixed in front of one."""
+    """Methods that both engines add to verl's; mixed in front of one."""
 
     # verl's
     module: Any
@@ -150,9 +150,9 @@ class _SharedPrompts(SharedPrompts):
         row = plan.micro_batch if plan.scored is None else plan.scored
         found = super().prepare_model_outputs(output, output_args, row, logits_processor_func)  # type: ignore[misc]
         if plan.scored is None:
-            return {name: unpack_to_jagged(one.values(), plan.batch, per_row=True) for name, one in found.items()}
+            return {name: unpack_to_jagged(out.values(), plan.batch, per_row=True) for name, out in found.items()}
         expand = plan.batch.distinct.expand
-        return {name: unpack_to_jagged(expand(one.values()), plan.batch, per_row=False) for name, one in found.items()}
+        return {name: unpack_to_jagged(expand(out.values()), plan.batch, per_row=False) for name, out in found.items()}
 
     def _takes_images(self, data: TensorDict) -> bool:
         names = images_of(data)

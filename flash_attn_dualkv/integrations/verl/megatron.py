@@ -41,7 +41,7 @@ from .sharing import SharedPrompts, register, take_micro_batches
 
 
 class _SharedPrompts(SharedPrompts):
-    """What both engines add to verl's; mixed in front of one."""
+    """Methods that both engines add to verl's; mixed in front of one."""
 
     # verl's
     module: list[Any]
@@ -102,16 +102,16 @@ class _SharedPrompts(SharedPrompts):
         # Scalers of losses divide gradients where they lie, and the step would do so once more and
         # find another scale. Norms are compared with each other: both may have the scale in them.
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        scalers = [(one, one.grad_scaler) for one in parts if getattr(one, "grad_scaler", None) is not None]
-        for one, _ in scalers:
-            one.grad_scaler = None
+        scalers = [(part, part.grad_scaler) for part in parts if getattr(part, "grad_scaler", None) is not None]
+        for part, _ in scalers:
+            part.grad_scaler = None
         try:
             # The optimizer's own gradients are made of the model's once more in its step.
             self.optimizer.prepare_grads()
             return float(self.optimizer.get_grad_norm())
         finally:
-            for one, scaler in scalers:
-                one.grad_scaler = scaler
+            for part, scaler in scalers:
+                part.grad_scaler = scaler
 
     def forward_step(
         self, batch_iter: Any, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
@@ -175,7 +175,7 @@ class _SharedPrompts(SharedPrompts):
             if found is None:
                 expected = "routes to be replayed, which compute_log_prob (R2) or the rollout (R3) has recorded"
                 raise SharedPromptError(explain("routed_experts", expected, None))
-            values: list[Any] = [None if one is None else one.values().to(batch.input_ids.device) for one in found]
+            values: list[Any] = [None if part is None else part.values().to(batch.input_ids.device) for part in found]
             replay_routes(model, batch, *values)
             set_model_router_replay_action(chunk, RouterReplayAction.REPLAY_FORWARD)
         yield
@@ -212,7 +212,7 @@ class SharedPromptMegatronEngine(_SharedPrompts, MegatronEngineWithLMHead):
         if isinstance(output, Tensor):
             return output
         scores = zip(("log_probs", "entropy"), output)
-        return {name: unpack_to_jagged(one, batch, per_row=False) for name, one in scores if one is not None}
+        return {name: unpack_to_jagged(values, batch, per_row=False) for name, values in scores if values is not None}
 
 
 class SharedPromptMegatronValueEngine(_SharedPrompts, MegatronEngineWithValueHead):

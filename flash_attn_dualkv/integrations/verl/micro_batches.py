@@ -55,18 +55,18 @@ def prompt_lengths(data: TensorDict) -> Tensor:
 
 
 def _media_of(data: TensorDict) -> list[dict[str, Any]]:
-    """What samples have beside their text, but marks of text."""
-    inputs = [one.data if isinstance(one, NonTensorData) else one for one in data.get("multi_modal_inputs", [])]
+    """Inputs of samples in addition to their text, without marks of text."""
+    inputs = [item.data if isinstance(item, NonTensorData) else item for item in data.get("multi_modal_inputs", [])]
     # Processors mark the tokens of texts as well.
     return [
-        {name: value for name, value in (one or {}).items() if value is not None and not is_mark_of_text(name, value)}
-        for one in inputs
+        {name: value for name, value in (item or {}).items() if value is not None and not is_mark_of_text(name, value)}
+        for item in inputs
     ]
 
 
 def samples_with_media(data: TensorDict) -> list[int]:
-    """Samples that have images or other inputs beside their text."""
-    return [index for index, one in enumerate(_media_of(data)) if one]
+    """Samples that have images or other inputs in addition to their text."""
+    return [index for index, media in enumerate(_media_of(data)) if media]
 
 
 def samples_with_late_images(data: TensorDict, placeholders: Sequence[int]) -> list[int]:
@@ -92,14 +92,14 @@ def images_of(data: TensorDict) -> dict[str, list[Tensor | None]]:
     Positions are in the batch: a model needs no marks of images.
     """
     media = _media_of(data)
-    names = sorted({name for one in media for name in one if not name.endswith("token_type_ids")})
-    return {name: [one.get(name) for one in media] for name in names}
+    names = sorted({name for images in media for name in images if not name.endswith("token_type_ids")})
+    return {name: [images.get(name) for images in media] for name in names}
 
 
 def why_not(
     data: TensorDict, apart: Sequence[int] = (), takes_images: bool = False, takes_routes: bool = False
 ) -> str | None:
-    """What in the samples cannot be shared, if anything.
+    """Reason why the samples cannot be shared, if any.
 
     Args:
         data: of verl.
@@ -127,7 +127,7 @@ def why_not(
 
 
 def _are_of_text(data: TensorDict, apart: Sequence[int]) -> bool:
-    """Whether all position ids but those of `apart` count the tokens of their sample, in each row.
+    """True if all position ids but those of `apart` count the tokens of their sample, in each row.
 
     One comparison, and one answer of the device.
     """
@@ -150,7 +150,7 @@ class PackedMicroBatch:
         layout: for attention.
         micro_batch: the packed row, as verl holds one.
         scored: as verl would hold the rows that score response tokens, those of `batch.distinct`,
-            if the LM head is to compute these alone; None for all rows.
+            if the LM head is to compute only these; None for all rows.
     """
 
     batch: PackedBatch
@@ -200,7 +200,7 @@ def pack_micro_batch(
 
 
 def packed_batch(micro_batch: TensorDict, multiple: int, options: Options, keys: Tensor | None = None) -> PackedBatch:
-    """A micro-batch's samples, by the tree that its mini-batch was planned with, else by what is best for it alone.
+    """A micro-batch's samples, by the tree that its mini-batch was planned with, else by what is best for only these.
 
     `keys`: (sum L,) int64, only tokens with equal ones share a row; None: equal tokens do.
     """
@@ -219,7 +219,7 @@ def _planned(data: TensorDict, samples: Samples, options: Options) -> PrefixTree
 
 
 def _teacher_of(micro_batch: TensorDict, index: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-    """What a teacher says of these tokens, if one does: verl's losses on its top-k are those of logits by row."""
+    """A teacher's scores of these tokens, if it has any: verl's losses on its top-k are those of logits by row."""
     given = {name: micro_batch[name].values() for name in ("teacher_logprobs", "teacher_ids") if name in micro_batch}
     return {
         name: torch.nested.nested_tensor_from_jagged(values.index_select(0, index), offsets)
@@ -272,7 +272,7 @@ def grouped_micro_batches(
         return [[indices[at] for at in part] for part in parts]
 
     def groups() -> list[list[int]]:
-        """What shares anything, and each of the others."""
+        """Samples that share anything, and each of the others."""
         return [*parts_of(below(tree, tree.roots), together), *([index] for index in apart)]
 
     def selected(part: list[int]) -> TensorDict:

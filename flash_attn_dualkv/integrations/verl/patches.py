@@ -58,7 +58,7 @@ def _remembering(stock: Forward) -> Forward:
 
 
 def _with_gradients(stock: Callable[..., None]) -> Callable[..., None]:
-    """Layers offload activations where there are gradients: verl counts layers, and backwards alone count back."""
+    """Layers offload activations where there are gradients: verl counts layers, and only backwards count back."""
 
     def wrap_module_forward_method(self: Any, module: nn.Module) -> None:
         own = module.forward
@@ -74,7 +74,7 @@ def _with_gradients(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether a forward of verl's stands for that of the module's class."""
+    """True if a forward of verl's stands for that of the module's class."""
     return str(getattr(type(module).forward, "__module__", "")).startswith("verl.")
 
 
@@ -82,7 +82,7 @@ def decoder_of(model: nn.Module) -> Any:
     """The decoder of text tokens: the innermost transformers model with the embeddings.
 
     Raises:
-        SharedPromptError: no transformers model is inside; what its layers run is verl's alone.
+        SharedPromptError: no transformers model is inside; what its layers run is only verl's.
     """
     decoder = unwrap.decoder_of(unwrap.causal_lm_of(model))
     for name, module in decoder.named_modules():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What all of verl's engines do with packed micro-batches: options, plans, fallbacks, metrics, verification."""
+"""Steps of all of verl's engines with packed micro-batches: options, plans, fallbacks, metrics, verification."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _running: ContextVar[SharedPrompts | None] = ContextVar("dualkv_verl_engine", de
 
 
 class SharedPrompts:
-    """What the plug-in's engines add to verl's; mixed in front of one."""
+    """Methods that the plug-in's engines add to verl's; mixed in front of one."""
 
     # verl's
     model_config: Any
@@ -63,7 +63,7 @@ class SharedPrompts:
         raise NotImplementedError
 
     def _takes_images(self, data: TensorDict) -> bool:
-        """Whether the model is exact with the images of these samples in shared prompts; it says why not."""
+        """True if the model is exact with the images of these samples in shared prompts; it says why not."""
         return False
 
     def _keys(self, data: TensorDict) -> Tensor | None:
@@ -105,7 +105,7 @@ class SharedPrompts:
             logger.warning("flash_attn_dualkv: prompts of %s %s", name, state)
 
     def _announce(self, message: str) -> None:
-        """Say it once."""
+        """Logs a warning once per message."""
         if message not in self.announced:
             self.announced.add(message)
             logger.warning("flash_attn_dualkv: %s", message)
@@ -158,7 +158,7 @@ class SharedPrompts:
         return output
 
     def _is_mine(self) -> bool:
-        """Whether a micro-batch comes from `forward_backward_batch`, with sharing on."""
+        """True if a micro-batch comes from `forward_backward_batch`, with sharing on."""
         return self.options.enabled and _running.get() is self
 
     def _count_stock(self, micro_batch: TensorDict, reason: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What sharing has saved, for verl's loggers."""
+"""Savings by sharing, for verl's loggers."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Statistics:
     def _mfu(self, seconds: float, forward_only: bool) -> float:
         """MFU of what is executed; verl's own counts the tokens of the replicated batch."""
         # verl's estimate is linear in tokens and in squared lengths, whose sum is twice the pairs.
-        one, promised = self.flops.estimate_flops([1000], 1.0)
+        single, promised = self.flops.estimate_flops([1000], 1.0)
         two, _ = self.flops.estimate_flops([1000, 1000], 1.0)
         long, _ = self.flops.estimate_flops([2000], 1.0)
         per_square = (long - two) / (2000**2 - 2 * 1000**2)
-        per_token = (one - per_square * 1000**2) / 1000
+        per_token = (single - per_square * 1000**2) / 1000
         estimate = (per_token * self.tally.tokens + per_square * 2 * self.pairs) / seconds
         return estimate / promised / self.ranks / (3.0 if forward_only else 1.0)

@@ -66,7 +66,7 @@ def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[b
             logger.error("flash_attn_dualkv: prompts are no longer shared, the results differ: %s", text)
     if stock:
         stock["metrics"].update(
-            {name: [one] for name, one in zip(METRICS, (largest, mean, off, float(agree is False)))}
+            {name: [value] for name, value in zip(METRICS, (largest, mean, off, float(agree is False)))}
         )
     return stock, agree
 
@@ -83,11 +83,11 @@ def _difference(shared: dict[str, Any], stock: dict[str, Any], lengths: Lengths)
 
     In nats for log-probabilities, as a share of their mean size for a critic's values.
     """
-    name = next(one for one in ("log_probs", "values", "distillation_losses") if one in stock)
+    name = next(key for key in ("log_probs", "values", "distillation_losses") if key in stock)
     rows = [slice(prompt - 1, prompt - 1 + response) for prompt, response in zip(*lengths)]
-    one, other = (
+    scores, other = (
         torch.cat([values[own].float() for values, own in zip(output[name].unbind(), rows)])
         for output in (shared, stock)
     )
-    found = difference(one, other)
+    found = difference(scores, other)
     return found / other.abs().mean().clamp(min=1e-6) if name == "values" and len(other) else found
