@@ -111,8 +111,8 @@ def weights() -> list[Weight]:
         Weight("tests", lines_of("tests"), 18_000, 26_930),
         Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_151),
         Weight("words of docs/*.md", words, 17_000, 28_679),
-        Weight("variables called one", sum(source.names("one") for source in everything), 500, 910),
-        Weight("summaries that are clauses", sum(source.clauses for source in everything), 40, 150),
+        Weight("variables called one", sum(source.names("one") for source in everything), 500),
+        Weight("summaries that are clauses", sum(source.clauses for source in everything), 40, 51),
     ]
 
 
