@@ -50,6 +50,7 @@ def test_split_by_token_budget(lists: tuple[Lists, Lists], slack: int) -> None:
 def test_a_group_over_the_budget_is_split_in_full_parts() -> None:
     assert split_by_token_budget([list(range(6))], [10] * 6, [4] * 6, 20) == [[0, 1], [2, 3], [4, 5]]
     assert split_by_token_budget([[0, 2], [1]], [10] * 3, [4] * 3, 40) == [[0, 2, 1]]
+    assert split_by_token_budget([], [5], [2], 8) == []
 
 
 def test_parts_of_a_group_are_filled_well() -> None:
@@ -139,10 +140,6 @@ def test_balance_gives_equal_counts(sizes: list[int], num_ranks: int, rng: rando
     ranks = balance(groups_of(ids), *lens, num_ranks, equal_counts=False)
     assert sorted(itertools.chain(*ranks)) == list(range(len(ids)))
     assert sum(len({ids[i] for i in rank}) for rank in ranks) == len({*ids})
-
-
-def test_nothing_to_split() -> None:
-    assert split_by_token_budget([], [5], [2], 8) == []
 
 
 def test_lengths_may_be_tensors() -> None:

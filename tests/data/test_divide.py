@@ -7,47 +7,18 @@ import random
 from itertools import accumulate, chain, pairwise
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tree_cases import Tree, paths_of, random_tree, visible
 
 from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.nodes import Node, checked_nodes, part_table, visible_pairs
 from flash_attn_dualkv.parallel.divide import ROW_TILE, Runs, divide_rows
 
-Shape = tuple[list[int], list[int]]
 
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    """Node lengths and parents of random trees, empty nodes included."""
-    lens = draw(st.lists(st.integers(0, 40), min_size=1, max_size=14))
-    parents: list[int] = []
-    path: list[int] = []
-    for node in range(len(lens)):
-        path = path[: draw(st.integers(0, len(path)))]
-        parents.append(path[-1] if path else -1)
-        path.append(node)
-    return lens, parents
-
-
-def begins_of(lens: list[int], parents: list[int]) -> list[int]:
-    """Rows of the path above each node."""
-    begins: list[int] = []
-    for parent in parents:
-        begins.append(begins[parent] + lens[parent] if parent >= 0 else 0)
-    return begins
-
-
-def seen_by_rows(lens: list[int], parents: list[int]) -> list[list[int]]:
-    """For each row the rows that it sees."""
-    starts = [*accumulate(lens, initial=0)]
-    above: list[list[int]] = []
-    found: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        above.append([] if parent < 0 else above[parent] + [*range(starts[parent], starts[parent + 1])])
-        found += [above[node] + [*range(starts[node], row + 1)] for row in range(starts[node], starts[node + 1])]
-    return found
+def shapes() -> st.SearchStrategy[Tree]:
+    """Random trees, empty nodes included."""
+    return st.builds(random_tree, st.integers(0, 999), st.integers(1, 14), st.integers(1, 40))
 
 
 def seen_by_table(table: list[Node]) -> dict[int, list[int]]:
@@ -69,7 +40,7 @@ def positions_of(table: list[Node]) -> dict[int, int]:
 
 @settings(deadline=None, max_examples=100)
 @given(shapes(), st.integers(1, 6), st.integers(1, 9), st.sampled_from([1, 4, 16]))
-def test_queries_see_what_they_see_in_the_whole(shape: Shape, ranks: int, chunks: int, tile: int) -> None:
+def test_queries_see_what_they_see_in_the_whole(shape: Tree, ranks: int, chunks: int, tile: int) -> None:
     lens, parents = shape
     total = sum(lens)
     divided = divide_rows(lens, parents, ranks, chunks=chunks, tile=tile)
@@ -78,7 +49,7 @@ def test_queries_see_what_they_see_in_the_whole(shape: Shape, ranks: int, chunks
     assert all(begin < end for runs in divided for begin, end in runs)
     assert all(end < begin for runs in divided for (_, end), (begin, _) in pairwise(runs))
     assert sorted(chain(*rows)) == [*range(total)]
-    seen = seen_by_rows(lens, parents)
+    seen = [own.nonzero()[:, 0].tolist() for own in visible(shape, total)[0]]
     for runs, own in zip(divided, rows):
         table = checked_nodes(part_table(lens, parents, runs), len(own), total, None)
         assert seen_by_table(table) == {local: seen[row] for local, row in enumerate(own)}
@@ -88,7 +59,7 @@ def test_queries_see_what_they_see_in_the_whole(shape: Shape, ranks: int, chunks
 
 @settings(deadline=None, max_examples=100)
 @given(shapes(), st.integers(2, 4), st.sampled_from([1, 4, 16]))
-def test_nodes_are_cut_at_tiles(shape: Shape, ranks: int, tile: int) -> None:
+def test_nodes_are_cut_at_tiles(shape: Tree, ranks: int, tile: int) -> None:
     lens, parents = shape
     starts = [*accumulate(lens, initial=0)]
     for begin, _ in chain(*divide_rows(lens, parents, ranks, tile=tile)):
@@ -96,7 +67,7 @@ def test_nodes_are_cut_at_tiles(shape: Shape, ranks: int, tile: int) -> None:
         assert (begin - starts[node]) % tile == 0
 
 
-def grpo(groups: int, prompt: int, responses: int, least: int, most: int) -> Shape:
+def grpo(groups: int, prompt: int, responses: int, least: int, most: int) -> Tree:
     generator = random.Random(0)
     lens: list[int] = []
     parents: list[int] = []
@@ -107,35 +78,21 @@ def grpo(groups: int, prompt: int, responses: int, least: int, most: int) -> Sha
     return lens, parents
 
 
-def tree(total: int, least: int, most: int) -> Shape:
-    generator = random.Random(0)
-    lens: list[int] = []
-    parents: list[int] = []
-    path: list[int] = []
-    while sum(lens) < total:
-        while path and generator.random() < 0.45:
-            path.pop()
-        parents.append(path[-1] if path else -1)
-        path.append(len(lens))
-        lens.append(generator.randint(least, most))
-    return lens, parents
-
-
 LOADS = {
     "one group": grpo(1, 8192, 16, 2048, 2048),
     "groups": grpo(4, 4096, 8, 1024, 8192),
     "many groups": grpo(16, 256, 8, 131, 2048),
     "a long prompt": grpo(1, 65536, 4, 16384, 16384),
     "one sequence": ([131072], [-1]),
-    "a long tree": tree(131072, 200, 8192),
-    "short nodes": tree(65536, 20, 400),
+    "a long tree": random_tree(7, 50, 8192, 0.45),
+    "short nodes": random_tree(0, 500, 400, 0.45),
 }
 
 
-def loads(shape: Shape, divided: list[Runs]) -> tuple[float, float]:
+def loads(shape: Tree, divided: list[Runs]) -> tuple[float, float]:
     """Of the fullest rank, over the mean: rows and visible pairs."""
-    lens, parents = shape
-    starts, begins = [*accumulate(lens, initial=0)], begins_of(lens, parents)
+    lens = shape[0]
+    starts, begins = [*accumulate(lens, initial=0)], [len(path) - size for path, size in zip(paths_of(shape), lens)]
     seen = (begin + place + 1 for begin, length in zip(begins, lens) for place in range(length))
     before = [*accumulate(seen, initial=0)]
     rows = [sum(end - begin for begin, end in runs) for runs in divided]
@@ -174,15 +131,3 @@ def test_a_zigzag_is_not_enough() -> None:
 def test_errors(arguments: tuple[list[int], list[int], int], message: str) -> None:
     with pytest.raises(SharedPromptError, match=message):
         divide_rows(*arguments)
-
-
-def test_table_of_a_part() -> None:
-    """A node of 8 rows with a child of 4, of which rows 2, 3, 6 and 9 are here."""
-    table = part_table([8, 4, 5], [-1, 0, 0], [(2, 4), (6, 7), (9, 10)])
-    expected = [
-        Node(0, 2, 2, 0, 8, 0, -1, 3),
-        Node(2, 1, 6, 8, 0, 8, 0, 2),
-        Node(3, 1, 9, 8, 4, 8, 0, 3),
-    ]
-    assert [Node(*row) for row in table.tolist()] == expected
-    assert table.dtype == torch.int32

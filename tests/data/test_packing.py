@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import itertools
+import io
+import pickle
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,8 @@ from flash_attn_dualkv import (
     pack_padded,
     pack_prefix_tree,
     pack_shared_prompts,
+    shared_prompt_attention,
     unpack_logprobs,
-    unpack_to_jagged,
 )
 
 # One prompt at a distance, a strict prefix of another, a single token, an empty response; 0 is a
@@ -66,16 +68,6 @@ def test_round_trip(lists: tuple[Lists, Lists], boundary: Any, multiple: int | N
 
 
 # --- padded and jagged batches -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.uint8], ids=str)
-@pytest.mark.parametrize("sides", list(itertools.product(("left", "right"), repeat=2)), ids="-".join)
-def test_pack_padded(sides: tuple[str, str], kind: torch.dtype) -> None:
-    """Token 0, with which the rows are padded, is a token of prompts and responses, too."""
-    ids, mask, columns = padded(PROMPTS, RESPONSES, sides, pad=0)
-    for boundary in BOUNDARIES:
-        batch = pack_padded(ids, mask.to(kind), columns, boundary=boundary)
-        assert_same_batch(batch, pack_shared_prompts(PROMPTS, RESPONSES, boundary=boundary))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
@@ -140,16 +132,6 @@ def test_group_ids_divide_equal_prompts(form: Any) -> None:
     check_samples(batch, PROMPTS, RESPONSES, "replicate")
 
 
-def test_wrong_group_ids() -> None:
-    ids = ["a", "b", "b", "c", "d", "c"]
-    with pytest.raises(SharedPromptError, match="^group_ids: expected equal prompts .*'b'.*samples 1 and 2 differ"):
-        group_by_prompt(PROMPTS, group_ids=ids)
-    with pytest.raises(SharedPromptError, match="^group_ids"):
-        pack_shared_prompts(PROMPTS, RESPONSES, group_ids=ids)
-    with pytest.raises(SharedPromptError, match="^group_ids: expected 6 of them"):
-        group_by_prompt(PROMPTS, group_ids=ids[:-1])
-
-
 def test_strict_prefixes_of_equal_bytes_do_not_merge() -> None:
     """Neither do prompts whose tokens agree as far as the shorter goes, nor those that differ in the last one."""
     prompts = [[0], [0, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
@@ -161,32 +143,8 @@ def test_strict_prefixes_of_equal_bytes_do_not_merge() -> None:
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["prompts", "responses", "row"])
-def test_a_mask_with_a_hole(part: str) -> None:
-    ids = torch.arange(16).view(2, 8)
-    mask = torch.ones_like(ids)
-    mask[1, 1 if part == "prompts" else 6] = 0
-    with pytest.raises(SharedPromptError, match="^attention_mask.*got a hole in row 1"):
-        pack_padded(ids, mask, [2, 2] if part == "row" else 4)
-
-
-def test_unknown_options_are_errors() -> None:
-    with pytest.raises(TypeError, match="drop_lst"):
-        pack_shared_prompts([[1]], [[1]], drop_lst=True)
-
-
 def test_errors_are_value_errors() -> None:
     assert issubclass(SharedPromptError, ValueError) and issubclass(SharedPromptLayoutError, SharedPromptError)
-
-
-def test_unpacking_to_the_width_of_a_mask() -> None:
-    """A trainer's mask is as wide as its longest response of all micro-batches; a narrower result would broadcast."""
-    batch = pack_shared_prompts([[1], [2]], [[3, 4], [5]])
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    wide = unpack_logprobs(values, batch, width=4, fill=-1.0)
-    assert wide.tolist() == [[1.0, 2.0, -1.0, -1.0], [3.0, -1.0, -1.0, -1.0]]
-    wide.sum().backward()
-    assert values.grad is not None and values.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_unpacking_integers() -> None:
@@ -194,28 +152,6 @@ def test_unpacking_integers() -> None:
     assert unpack_logprobs(torch.tensor([1, 2, 3]), batch, fill=-1.0).tolist() == [[1, 2], [3, -1]]
     with pytest.raises(SharedPromptError, match=r"^fill: expected a number of torch.int64 \(as values\), got 0.5"):
         unpack_logprobs(torch.tensor([1, 2, 3]), batch, fill=0.5)
-
-
-def test_rows_of_tokens_that_are_none() -> None:
-    batch = pack_shared_prompts([[1], [2]], [[3, 4], [5]])
-    for tokens, message in (
-        (torch.tensor([5]), "places among 5 tokens"),
-        (torch.tensor([-1]), "places among 5 tokens"),
-        (torch.tensor([0]).int(), "int64"),
-        (torch.tensor([[0]]), "1 dimension"),
-        ([0], "an integer tensor"),
-    ):
-        with pytest.raises(SharedPromptError, match=f"^tokens: expected .*{message}"):
-            batch.rows_of(tokens)  # type: ignore[arg-type]
-
-
-def test_unpacking_values_of_another_batch() -> None:
-    batch = pack_shared_prompts(PROMPTS, RESPONSES)
-    for function in (unpack_logprobs, unpack_to_jagged):
-        with pytest.raises(SharedPromptError, match=r"^values: expected 9 \(scored tokens\) or"):
-            function(torch.zeros(10), batch)
-        with pytest.raises(SharedPromptError, match="^values: expected .* one for each row"):
-            function(torch.zeros(9), batch, per_row=True)
 
 
 def test_unpacking_asks_where_lengths_cannot_tell() -> None:
@@ -230,6 +166,38 @@ def test_unpacking_asks_where_lengths_cannot_tell() -> None:
     assert unpack_logprobs(values[None], batch, per_row=True)[:, 0].tolist() == [1.0, 1.0, 1.0]
 
 
+# --- copies -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["pickle", "save", "deepcopy"])
+def test_copies(how: str) -> None:
+    """Of the size of their tensors, which share a buffer: once for each would be 13 times as much."""
+    batch = pack_shared_prompts([[5] * 500] * 4, [[1] * 300] * 4)
+    stream = io.BytesIO()
+    if how == "deepcopy":
+        other = copy.deepcopy(batch)
+    elif how == "pickle":
+        pickle.dump(batch, stream)
+        other = pickle.loads(stream.getvalue())
+    else:
+        torch.save(batch, stream)
+        stream.seek(0)
+        other = torch.load(stream, weights_only=False)
+    assert_same_batch(other, batch)
+    size = sum(one.nbytes for one in (*vars(batch).values(), batch.layout.nodes) if isinstance(one, Tensor))
+    assert stream.tell() < 1.5 * size + 20_000
+
+
+def test_writing_to_a_tensor_of_a_batch_does_not_spoil_the_others() -> None:
+    """They lie in one buffer, but what autograd has saved of the layout is not what was written to."""
+    batch = pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]])
+    q, k, v = (torch.randn(batch.layout.num_tokens, 1, 8, requires_grad=True) for _ in range(3))
+    out = shared_prompt_attention(q, k, v, batch.layout)
+    batch.labels.clamp_(min=0)
+    out.sum().backward()
+    assert q.grad is not None
+
+
 # --- the layout ----------------------------------------------------------------------------------------------------
 
 
@@ -242,9 +210,9 @@ def test_layout_is_integers_and_init_fields_only() -> None:
             assert not value.is_floating_point()
         elif value is not None:
             assert all(type(one) in (int, bool) for one in (value if isinstance(value, tuple) else (value,)))
-    copy = dataclasses.replace(layout)
-    assert copy is not layout and all(getattr(copy, name) is value for name, value in vars(layout).items())
-    check_layout(copy)
+    replaced = dataclasses.replace(layout)
+    assert replaced is not layout and all(getattr(replaced, name) is value for name, value in vars(layout).items())
+    check_layout(replaced)
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
     assert dataclasses.replace(batch, row_labels=batch.labels).layout is batch.layout
 

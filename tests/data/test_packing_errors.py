@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from flash_attn_dualkv import (
     pack_shared_prompts,
     split_by_token_budget,
     unpack_logprobs,
+    unpack_to_jagged,
 )
 
 ONES = torch.ones(2, 4, dtype=torch.int64)
@@ -32,7 +34,41 @@ def with_borders(borders: Any) -> Any:
     return lambda: pack_prefix_tree([[1, 2, 3]], borders=borders)
 
 
+def with_hole(place: int, prompt_length: Any = 4) -> Any:
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[1, place] = 0
+    return lambda: pack_padded(torch.arange(16).view(2, 8), mask, prompt_length)
+
+
+def with_ids(*ids: str) -> Any:
+    return lambda: group_by_prompt([[1], [1, 2], [3]], group_ids=ids)
+
+
+def rows_of(tokens: Any) -> Any:
+    return lambda: BATCH_OF_3.rows_of(tokens)
+
+
 ERRORS: list[tuple[Any, str]] = [
+    (with_hole(1), "^attention_mask.*got a hole in row 1"),
+    (with_hole(6), "^attention_mask.*got a hole in row 1"),
+    (with_hole(6, [2, 2]), "^attention_mask.*got a hole in row 1"),
+    (with_ids("a", "b", "b"), "^group_ids: expected equal prompts .*'b'.*samples 1 and 2 differ"),
+    (with_ids("a", "b"), "^group_ids: expected 3 of them"),
+    (rows_of(torch.tensor([4])), "^tokens: expected .*places among 4 tokens"),
+    (rows_of(torch.tensor([-1])), "^tokens: expected .*places among 4 tokens"),
+    (rows_of(torch.tensor([0]).int()), "^tokens: expected .*int64"),
+    (rows_of(torch.tensor([[0]])), "^tokens: expected .*1 dimension"),
+    (rows_of([0]), "^tokens: expected .*an integer tensor"),
+    *(
+        (partial(function, torch.zeros(count), BATCH_OF_3, **options), message)
+        for function in (unpack_logprobs, unpack_to_jagged)
+        for count, options, message in (
+            (10, {}, r"^values: expected 3 \(scored tokens\) or"),
+            (9, {"per_row": True}, "^values: expected .* one for each row"),
+        )
+    ),
+    (lambda: TREE.take([2]), "^chosen: expected an int >= 0 and <= 1"),
+    (lambda: TREE.take([-1]), "^chosen: expected an int >= 0 and <= 1"),
     (lambda: pack_shared_prompts([], []), "^prompts: expected at least one, got 0"),
     (lambda: pack_shared_prompts([[1], []], [[2], [3]]), r"^prompts\[1\]: expected at least one token"),
     (lambda: pack_shared_prompts([[1], [2]], [[3]]), "^responses: expected 2 of them .* got 1"),

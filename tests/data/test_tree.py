@@ -9,7 +9,6 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import BOUNDARIES, SEQUENCES, Lists, assert_same_batch, check, forests, tensors
@@ -113,23 +112,6 @@ def test_the_row_does_not_depend_on_the_order_of_the_sequences(
         assert getattr(batch, name).equal(getattr(other, name)), name
 
 
-def test_values_by_hand() -> None:
-    """A tree in which every number can be read."""
-    batch = pack_prefix_tree(SEQUENCES, min_shared=1, boundary="gather")
-    assert batch.input_ids.tolist() == [5, 0, 7, 1, 2, 3, 3, 4, 8, 9, 256, 2]
-    assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 6, 7, 8, 9, 10, 12]
-    assert batch.parents.tolist() == [-1, 0, 1, 1, 3, 3, 0, -1, -1]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 2, 0, 0, 1]
-    assert batch.multiplicity.tolist() == [6, 6, 4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
-    assert batch.row_labels.tolist() == [0, 7, 1, 2, -100, 3, -100, -100, -100, -100, 2, -100]
-    assert batch.response_lens == (4, 5, 2, 4, 1, 0, 1, 0, 5)
-    assert batch.token_index[:11].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 5, 0, 1]
-    replicated = pack_prefix_tree(SEQUENCES, min_shared=1, boundary="replicate")
-    assert replicated.input_ids.tolist() == [5, 0, 7, 1, 2, 1, 3, 3, 3, 4, 0, 8, 9, 256, 2]
-    assert replicated.layout.node_lens == (1, 2, 2, 1, 2, 2, 2, 1, 2)
-    assert replicated.row_labels.tolist() == [0, 7, 1, 2, -100, 3, 3, -100, 4, -100, 8, -100, -100, 2, -100]
-
-
 def test_the_default_of_min_shared() -> None:
     """A short beginning is no reason for a node."""
     system, tail = [*range(64)], [[100], [101]]
@@ -144,17 +126,6 @@ def test_deep_and_wide_trees() -> None:
     assert batch.layout.depth == 1000 and batch.layout.num_tokens == 2000
     bush = pack_prefix_tree([[1, 2, 3, end] for end in range(5000)], boundary="gather")
     assert bush.layout.node_lens == (3, *[1] * 5000) and bush.layout.depth == 2
-
-
-@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8], ids=str)
-def test_forms_of_tokens_and_masks(kind: torch.dtype) -> None:
-    sequences, masks = [[1, 2, 3], [1, 2], [], [1, 4]], [[0, 1, 0], [0, 1], [], [0, 0]]
-    expected = pack_prefix_tree(sequences, loss_mask=masks, min_shared=1)
-    given = [one.to(kind) for one in tensors(sequences)]
-    for mask in (tensors(masks), [one.bool() for one in tensors(masks)], [[*map(bool, one)] for one in masks]):
-        assert_same_batch(pack_prefix_tree(given, loss_mask=mask, min_shared=1), expected)
-    ids = torch.zeros(4, dtype=torch.int64)
-    assert_same_batch(pack_prefix_tree(given, loss_mask=masks, min_shared=1, group_ids=ids), expected)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from samples import BOUNDARIES, Lists, check, forests, rows_of
 from flash_attn_dualkv import (
     PackedBatch,
     flash_attn_tree_varlen_func,
-    group_by_prefix,
     pack_prefix_tree,
     pack_shared_prompts,
 )
@@ -39,39 +37,6 @@ def test_the_tree_of_prompts_of_one_token(boundary: Any) -> None:
     for options in (dict(tree=batch.tree), dict(borders=batch.tree.borders, boundary=boundary)):
         again = pack_prefix_tree(whole, **options)
         assert borders_in(again) == borders_in(batch) and again.layout.num_tokens == batch.layout.num_tokens
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=300)
-@given(
-    forests(),
-    st.sampled_from(BOUNDARIES),
-    st.booleans(),
-    st.sampled_from([1, 2, 3, 5]),
-    st.data(),
-)
-def test_a_part_has_the_nodes_of_the_whole(
-    forest: Forest, boundary: Any, has_groups: bool, min_shared: int, data: st.DataObject
-) -> None:
-    """Packed with the borders of the whole: the same borders along every path, and the rows of the paths once."""
-    sequences, masks, ids = forest
-    options: dict[str, Any] = dict(boundary=boundary)
-    whole = pack_prefix_tree(sequences, group_ids=ids if has_groups else None, min_shared=min_shared, **options)
-    chosen = data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, max_size=2 * len(sequences)))
-    taken, taken_masks, groups = ([one[i] for i in chosen] for one in (sequences, masks, ids))
-    borders = [whole.tree.borders[i] for i in chosen]
-    if has_groups:
-        options["group_ids"] = groups
-    part = pack_prefix_tree(taken, loss_mask=taken_masks, borders=borders, **options)
-    check(part, taken, taken_masks, groups if has_groups else None)
-    of_whole, of_part = borders_in(whole), borders_in(part)
-    assert [of_whole[i] for i in chosen] == of_part
-    rows = rows_of(whole)
-    united = len({row for i in chosen for row in rows[i]})
-    # A beginning of several sequences lies in the rows of one of them, which another choice may
-    # change.
-    is_beginning = any(one != other and one == other[: len(one)] for one in taken for other in taken)
-    assert part.layout.num_tokens <= united if is_beginning else part.layout.num_tokens == united
 
 
 def shared(one: list[int], other: list[int], borders: tuple[list[int], list[int]], shift: int) -> int:
@@ -106,14 +71,6 @@ def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None
             if one[:size] != other[:size]:
                 count = shared(one, other, (borders[i], borders[j]), 1 if boundary == "replicate" else 0)
                 assert len({*rows[i]} & {*rows[j]}) == count
-
-
-def test_borders_of_deep_and_wide_trees() -> None:
-    comb = [[*range(turn), 5000] for turn in range(1, 501)]
-    tree = group_by_prefix(comb, min_shared=1, boundary="gather")
-    assert [*tree.borders[-1]] == [*accumulate([1] * 499)]
-    lower = pack_prefix_tree(comb[-1:], borders=tree.borders[-1:], boundary="gather")
-    assert lower.layout.node_lens == (*[1] * 499, 2)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)

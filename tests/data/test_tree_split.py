@@ -77,13 +77,6 @@ def test_a_part_of_a_tree(forest: Forest, boundary: Any, min_shared: int, data: 
     assert tree.take(range(len(sequences))).node_lens == tree.node_lens
 
 
-def test_a_part_of_sequences_that_are_none() -> None:
-    tree = group_by_prefix([[1, 2], [1, 3]])
-    for chosen in ([2], [-1]):
-        with pytest.raises(SharedPromptError, match="^chosen: expected an int >= 0 and <= 1"):
-            tree.take(chosen)
-
-
 def test_rows_of_tokens() -> None:
     """Of a sequence that ends within another's node, of equal ones, and of tokens in any order."""
     sequences = [[1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 9], [7]]
@@ -105,19 +98,6 @@ def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
     for budget, expected in ((50, [[0, 1, 2, 3]]), (49, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
         assert split_by_token_budget(tree, max_tokens=budget) == expected
     assert [pack(one, sequences, tree).layout.num_tokens for one in ([0, 1], [2, 3])] == [30, 30]
-
-
-@pytest.mark.slow
-def test_large_trees_are_split_well_and_fast() -> None:
-    """A comb of 1,000 turns, and 5,000 leaves below a prompt."""
-    comb = [[*range(10 * turn), 20000] for turn in range(1, 1001)]
-    bush = [[*range(1000), *[2000 + at] * (50 + at % 400)] for at in range(5000)]
-    for sequences, budget, least in ((comb, 10500, 1), (bush, 16384, 1 / 0.97)):
-        tree = group_by_prefix(sequences, min_shared=1, boundary="gather")
-        micro_batches = split_by_token_budget(tree, max_tokens=budget)
-        assert least_time(4.0, split_by_token_budget, tree, None, None, budget) < 4.0
-        assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
-        assert len(micro_batches) <= max(1, least * (sum(tree.node_lens) - 1000) / (budget - 1000) + 1)
 
 
 # --- balance ----------------------------------------------------------------------------------------------------------
@@ -158,16 +138,6 @@ def test_balance_keeps_together_what_shares() -> None:
         if num_ranks == 2:
             assert blocks == [[*range(8)], [*range(8, 16)]]
         assert all(len({i // min(size, 4) for i in one}) == size // min(size, 4) for one in blocks)
-
-
-def test_balance_counts_paths_once() -> None:
-    """A long path that is on a rank already attracts what is below it."""
-    long = [1] * 1000
-    sequences = [[*long, end] for end in range(2, 6)] + [[7] * 300, [8] * 300, [9] * 300, [10] * 300]
-    tree = group_by_prefix(sequences, min_shared=1, boundary="gather")
-    assert [*map(sorted, balance(tree, num_ranks=2))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    ranks = balance(group_by_prefix(sequences[:4], min_shared=1, boundary="gather"), num_ranks=2)
-    assert [len(one) for one in ranks] == [2, 2]
 
 
 def test_balance_is_even() -> None:
