@@ -11,7 +11,7 @@ import torch
 from groups import cumulative
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptLayout
+from flash_attn_dualkv import SharedPromptLayout, kernels
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
@@ -99,3 +99,38 @@ Row = tuple[str, Change, type[Exception], str, str]
 def parametrize(rows: list[Row]) -> pytest.MarkDecorator:
     parameters = [pytest.param(*row[1:], id=f"{row[3]}: {row[0]}") for row in rows]
     return pytest.mark.parametrize(("change", "error", "name", "got"), parameters)
+
+
+def check_raises(function: Any, arguments: Arguments, error: type[Exception], name: str, got: str) -> None:
+    with pytest.raises(error) as caught:
+        function(**arguments)
+    head, _, tail = str(caught.value).partition(", got ")
+    assert head.startswith(f"{name}: expected ")
+    assert got in tail
+
+
+class Library:
+    """Stands for the compiled module: notes what it is called with, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.results: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, arguments))
+            return self.results.get(name)
+
+        return call
+
+    @classmethod
+    def stand_in(cls, monkeypatch: pytest.MonkeyPatch) -> Library:
+        """Installed in the place of the compiled module."""
+        made = cls()
+        for name in ("DUALKV_DEBUG", "FLASH_ATTENTION_DETERMINISTIC"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(kernels, "load", lambda: (made, None))
+        monkeypatch.setattr(kernels, "current_device", lambda: -1)
+        monkeypatch.setattr(kernels, "current_stream", lambda device: 77)
+        monkeypatch.setattr(kernels, "prepare", lambda device: None)
+        return made

@@ -18,6 +18,7 @@ from legal_calls import (
     Change,
     Row,
     alter,
+    check_raises,
     grouped,
     head_dim,
     heads,
@@ -94,6 +95,10 @@ def half_of_the_rows(arguments: Arguments) -> Arguments:
     return keys | {"context_seqlen": rows}
 
 
+def other_heads(arguments: Arguments) -> Arguments:
+    return {name: heads(arguments[name], 1) for name in ("k_decoded", "v_decoded")}
+
+
 def offset_rows(name: str) -> list[Row]:
     """Errors that a tensor of offsets can have."""
     return [
@@ -134,6 +139,14 @@ KEYS_BEHIND: Row = (
     "keys behind", lambda _: {"causal": False, "window_size": (4, 1)}, NotImplementedError, "window_size", "(4, 1)"
 )  # fmt: skip
 
+# Of the functions that may be called without causality.
+CAUSAL_ROWS: list[Row] = [
+    *offset_rows("cu_seqlens_q"),
+    *length_rows("max_seqlen_q"),
+    KEYS_BEHIND,
+    ("int", replace_by("causal", 1), TypeError, "causal", "1"),
+]
+
 SINK_ROWS: list[Row] = [
     ("a list", replace_by("sinks", [0.0] * 4), TypeError, "sinks", "list"),
     ("integers", replace_by("sinks", torch.zeros(4).int()), TypeError, "sinks", "torch.int32"),
@@ -141,14 +154,18 @@ SINK_ROWS: list[Row] = [
     ("device", replace_by("sinks", torch.zeros(4, device="meta")), ValueError, "sinks", "meta"),
 ]
 
+# Of the functions with one tensor of keys and one of values.
+ONE_KV_ROWS: list[Row] = [
+    *tensor_rows(PLAIN_TENSORS),
+    ("head_dim", alter("v", lambda t: head_dim(t, 12)), ValueError, "v", "12"),
+    ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
+]
+
 SHARED_ROWS: list[Row] = [
     *tensor_rows(SHARED_TENSORS),
     *COMMON_ROWS,
     *SINK_ROWS,
-    *offset_rows("cu_seqlens_q"),
-    *length_rows("max_seqlen_q"),
-    KEYS_BEHIND,
-    ("int", replace_by("causal", 1), TypeError, "causal", "1"),
+    *CAUSAL_ROWS,
     ("head_dim", alter("k_context", lambda t: head_dim(t, 8)), ValueError, "k_context", "8"),
     ("head_dim", alter("v_context", lambda t: head_dim(t, 12)), ValueError, "v_context", "12"),
     ("rows", alter("v_context", lambda t: t[1:]), ValueError, "v_context", "4"),
@@ -157,13 +174,7 @@ SHARED_ROWS: list[Row] = [
     ("head_dim", alter("v_decoded", lambda t: head_dim(t, 520)), ValueError, "v_decoded", "520"),
     ("rows", alter("v_decoded", lambda t: t[1:]), ValueError, "v_decoded", "5"),
     ("rows of all keys", half_of_the_rows, ValueError, "k_decoded", str(checks.MAX_ROWS)),
-    (
-        "heads of the other keys",
-        lambda arguments: {name: heads(arguments[name], 1) for name in ("k_decoded", "v_decoded")},
-        ValueError,
-        "k_decoded",
-        "1",
-    ),
+    ("heads of the other keys", other_heads, ValueError, "k_decoded", "1"),
     *offset_rows("cu_seqlens_k_decoded"),
     ("length", alter("cu_seqlens_k_decoded", lambda t: t[:2]), ValueError, "cu_seqlens_k_decoded", "2"),
     *length_rows("context_seqlen"),
@@ -181,15 +192,10 @@ SHARED_ROWS: list[Row] = [
 ]
 
 PLAIN_ROWS: list[Row] = [
-    *tensor_rows(PLAIN_TENSORS),
+    *ONE_KV_ROWS,
     *COMMON_ROWS,
-    *offset_rows("cu_seqlens_q"),
-    *length_rows("max_seqlen_q"),
-    KEYS_BEHIND,
-    ("int", replace_by("causal", 1), TypeError, "causal", "1"),
+    *CAUSAL_ROWS,
     ("head_dim", alter("k", lambda t: head_dim(t, 8)), ValueError, "k", "8"),
-    ("head_dim", alter("v", lambda t: head_dim(t, 12)), ValueError, "v", "12"),
-    ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
     *offset_rows("cu_seqlens_k"),
     ("length", alter("cu_seqlens_k", lambda t: t[:2]), ValueError, "cu_seqlens_k", "2"),
     *length_rows("max_seqlen_k"),
@@ -200,14 +206,12 @@ PLAIN_ROWS: list[Row] = [
 ]
 
 TREE_ROWS: list[Row] = [
-    *tensor_rows(PLAIN_TENSORS),
+    *ONE_KV_ROWS,
     *COMMON_ROWS,
     *SINK_ROWS,
     *offset_rows("cu_seqlens"),
     *(row for row in offset_rows("parents") if row[0] != "no elements"),
     ("length", alter("parents", lambda t: t[:1]), ValueError, "parents", "1"),
-    ("head_dim", alter("v", lambda t: head_dim(t, 12)), ValueError, "v", "12"),
-    ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
     ("rows", lambda a: {"k": a["k"][1:], "v": a["v"][1:]}, ValueError, "k", "5"),
     ("str", replace_by("return_lse", "yes"), TypeError, "return_lse", "'yes'"),
     ("float", replace_by("mean_keys", 4.0), TypeError, "mean_keys", "4.0"),
@@ -218,11 +222,9 @@ TREE_ROWS: list[Row] = [
 
 
 PACKED_ROWS: list[Row] = [
-    *tensor_rows(PLAIN_TENSORS),
+    *ONE_KV_ROWS,
     *(row for row in COMMON_ROWS if row[3] != "window_size" and row[::3] != ("None", "softcap")),
     *SINK_ROWS,
-    ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
-    ("head_dim", alter("v", lambda t: head_dim(t, 12)), ValueError, "v", "12"),
     ("rows of q", alter("q", lambda t: t[1:]), SharedPromptLayoutError, "layout", "5"),
     ("rows of k", lambda a: {"k": a["k"][1:], "v": a["v"][1:]}, SharedPromptLayoutError, "layout", "5"),
     ("device", alter("layout", lambda layout: layout.to("meta")), SharedPromptLayoutError, "layout", "meta"),
@@ -232,14 +234,6 @@ PACKED_ROWS: list[Row] = [
     ("nan", replace_by("softcap", math.nan), ValueError, "softcap", "nan"),
     ("str", replace_by("softcap", "1"), TypeError, "softcap", "'1'"),
 ]
-
-
-def check_raises(function: Any, arguments: Arguments, error: type[Exception], name: str, got: str) -> None:
-    with pytest.raises(error) as caught:
-        function(**arguments)
-    head, _, tail = str(caught.value).partition(", got ")
-    assert head.startswith(f"{name}: expected ")
-    assert got in tail
 
 
 CALLS: dict[str, tuple[Any, Callable[..., Arguments], Any]] = {

@@ -95,38 +95,6 @@ def test_the_cache_is_half_and_so_is_the_work_of_a_prompt() -> None:
         assert flops < 0.6 * whole_flops, kind  # 64 rows stay in front of the last: they would be a tile of their own
 
 
-def test_fused_scores_depend_on_distance_alone() -> None:
-    """Weights are tied within rotated pairs; tied otherwise, scores move with the positions."""
-    torch.manual_seed(0)
-    fusion = fused_kv.Fusion(SHAPE).double()
-    d = SHAPE.head_dim
-    q, k = (torch.randn(1, SHAPE.kv_heads, d, dtype=torch.float64) for _ in "qk")
-
-    def score(weights: Tensor, at: int, key_at: int) -> Tensor:
-        one, other = (fused_kv.rotated(x, torch.tensor([place]), 1e4) for x, place in ((q, at), (k, key_at)))
-        return (one * weights * other).sum(-1)
-
-    tied = fusion.key_weights[0]
-    torch.testing.assert_close(score(tied, 17, 5), score(tied, 1017, 1005), rtol=0, atol=1e-11)
-    wrong = fusion.key[0].repeat_interleave(2, -1)
-    assert (score(wrong, 17, 5) - score(wrong, 1017, 1005)).abs().max() > 0.01
-
-
-@pytest.mark.slow
-@kinds
-def test_it_learns(kind: str) -> None:
-    torch.manual_seed(0)
-    losses = fused_kv.train(Model(replace(SHAPE, kind=kind)), 10)
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-
-
-def test_prompts_are_whole_pages() -> None:
-    with pytest.raises(ValueError, match="^prompts: expected multiples of 16 tokens, got \\[17\\]"):
-        fused_kv.generate(model_of("lite"), [torch.arange(17)], 1, 2)
-    with pytest.raises(ValueError, match="^shape: expected a kind"):
-        Model(replace(SHAPE, kind="other"))
-
-
 @pytest.mark.parametrize("new", [1, 2, 4])
 def test_the_table(new: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["fused_kv.py", "--steps", "1", "--requests", "1", "--new", str(new)])

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from tree_cases import random_tree
 
 from flash_attn_dualkv import SharedPromptLayout, layout, nodes, shared_prompt_attention
 from flash_attn_dualkv.errors import SharedPromptLayoutError
@@ -52,15 +53,8 @@ def test_attention_of_random_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.randn(rows, heads, 8, generator=generator, dtype=torch.float64)
 
     split = 0
-    for _ in range(40):
-        count = draw.randint(1, 7)
-        parents = [-1]
-        while len(parents) < count:  # depth first: on the path to the node before
-            parent = len(parents) - 1
-            while parent >= 0 and draw.random() < 0.4:
-                parent = parents[parent]
-            parents.append(parent)
-        lengths = [draw.randint(0, 12) for _ in parents]
+    for seed in range(40):
+        lengths, parents = random_tree(seed, draw.randint(1, 7), 12, 0.4)
         whole = SharedPromptLayout.from_tree(lengths, parents, pad=draw.randint(0, 3))
         rows = torch.tensor([row for row in range(sum(lengths)) if draw.random() < 0.5], dtype=torch.int64)
         late = whole.reading(rows)
