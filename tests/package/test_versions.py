@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -16,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from flash_attn_dualkv.errors import SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations.common import versions
-from flash_attn_dualkv.integrations.common.patching import check_signature, in_front_of, replace_all
+from flash_attn_dualkv.integrations.common.patching import after_import, check_signature, in_front_of, replace_all
 from flash_attn_dualkv.integrations.common.versions import Package
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,6 +250,24 @@ def test_functions_in_front_of_others_are_checked() -> None:
         replace_all([(Owner, "run", in_front_of(lambda stock, self, size: None))])
     replace_all([(Owner, "run", in_front_of(lambda stock, self, size, scale=1: ("ours", stock(self, size, scale))))])
     assert Owner().run(2, scale=3) == ("ours", 6)
+
+
+def test_after_a_look_and_an_import_that_fails(install: Any, tmp_path: Path) -> None:
+    install("1.4", "raise ValueError(1)")
+    found: list[str] = []
+    for name in ("first", "second"):
+        after_import("kit.actor", lambda module, name=name: found.append(f"{name} {module.value}"))
+    finders = len(sys.meta_path)
+    assert importlib.util.find_spec("kit.actor") is not None and not found
+    with pytest.raises(ValueError, match="1"):
+        actor()
+    assert not found and len(sys.meta_path) == finders
+    (tmp_path / "kit" / "actor.py").write_text("value = 3")
+    importlib.invalidate_caches()
+    actor()
+    assert sorted(found) == ["first 3", "second 3"] and len(sys.meta_path) == finders - 2
+    after_import("kit.actor", lambda module: found.append("at once"))
+    assert found[-1] == "at once"
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda one: one.name)
