@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Context parallelism: on any number of ranks the same output and gradients as in one process."""
+"""Context parallelism, Ulysses, and both: on any number of ranks the same output and gradients as in one process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from flash_attn_dualkv import (
 from flash_attn_dualkv.packed_attention import checked_tensors, packed_options
 from flash_attn_dualkv.parallel.context import ContextLayout, context_parallel_attention
 from flash_attn_dualkv.parallel.sharded import DividedLayout
-from flash_attn_dualkv.parallel.ulysses import UlyssesLayout
+from flash_attn_dualkv.parallel.ulysses import UlyssesLayout, gather_rows, shard_rows, ulysses_attention
 
 WRAPPERS = ["ddp", "fsdp1", "fsdp2"]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -71,6 +72,13 @@ CASES = {
     "fewer rows than ranks": Case([2, 1], [-1, 0]),
 }
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
+# Query and KV heads for Ulysses, and which numbers of ranks divide the query heads.
+HEADS = {(8, 8): (2, 4), (8, 2): (2, 4), (8, 1): (2, 4), (12, 6): (2, 4), (12, 4): (2, 3)}
+ULYSSES = {
+    (heads, shape): Case(*lens_and_parents, dict(sinks=True, softcap=3.0), heads=heads, width=16, pad=8)
+    for heads in HEADS
+    for shape, lens_and_parents in (("prompts", PROMPTS), ("tree", TREE))
+}
 
 
 class Inputs(NamedTuple):
@@ -156,18 +164,12 @@ def model_step(name: str, divide: Any) -> tuple[Tensor, Tensor, dict[str, Tensor
     """
     model = tiny_model(name).train()
     model.gradient_checkpointing_enable(dict(use_reentrant=False))
-    batch = MIXED.pack(pad_to_multiple_of=6)
+    batch = MIXED.pack(pad_to_multiple_of=12)
     layout = None if divide is None else divide(batch.layout)
     logps, entropy = dualkv.shared_prompt_forward(model, batch, layout=layout, with_entropy=True, temperature=0.7)
     weights = torch.linspace(-1, 1, len(logps), dtype=logps.dtype)
     ((logps * weights).sum() + entropy.sum()).div(1 if layout is None else layout.num_ranks).backward()
     return logps.detach(), entropy.detach(), gradients(model)
-
-
-def ulysses_layout(layout: SharedPromptLayout, rank: int) -> DividedLayout:
-    """Two groups of 2 ranks, each with the whole row."""
-    groups = [dist.new_group(one) for one in ([0, 1], [2, 3])]
-    return UlyssesLayout.of(layout, groups[rank // 2])
 
 
 def wrapped_step(wrapper: str, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -201,6 +203,13 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
     warnings.filterwarnings("error", ".*torch.distributed", FutureWarning)  # deprecated collectives
     group = dist.group.WORLD
     assert group is not None
+    for (heads, shape), case in ULYSSES.items():
+        if ranks in HEADS[heads]:
+            results[rank, heads, shape] = run_crossed(case, UlyssesLayout.of(case.layout, group))
+    if ranks == 3:
+        return
+    for name in MODELS if ranks < 8 else []:
+        results[rank, "ulysses", name] = model_step(name, lambda whole: UlyssesLayout.of(whole, group))
     for name in MODELS if ranks < 8 else ["qwen3"]:
         results[rank, "model", name] = model_step(name, lambda one: ContextLayout.of(one, group, tile=1))
     for name, case in CASES.items():
@@ -215,7 +224,6 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
                 results[rank, "crossed", rows_first, name] = run_crossed(case, crossed)
         for name in CROSSED_MODELS:
             results[rank, "crossed", name] = model_step(name, lambda one: crossed_layout(one, rank, False))
-            results[rank, "ulysses", name] = model_step(name, lambda one: ulysses_layout(one, rank))
     if ranks == 2:
         results[rank, "page"] = page_steps()
         for wrapper in WRAPPERS:
@@ -229,6 +237,7 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
         outs = [context_parallel_attention(*parts, layout), context_parallel_attention(*parts, unknown, group=group)]
         results[rank, "group"] = torch.equal(*outs)
         results[rank, "gathered"] = gathering(layout)
+        results[rank, "second"] = second_derivative_of_gathered(group)
 
 
 def run_crossed(case: Case, layout: DividedLayout) -> list[Tensor]:
@@ -260,8 +269,17 @@ def second_derivative(layout: ContextLayout, q: Tensor, k: Tensor) -> None:
     gradient.sum().backward()
 
 
+def second_derivative_of_gathered(group: Any) -> tuple[Tensor, Tensor]:
+    """Of the cubes of gathered rows, which every rank sums, and these rows."""
+    rows = (torch.arange(3.0) + dist.get_rank(group)).requires_grad_()
+    (gradient,) = torch.autograd.grad((gather_rows(rows, group) ** 3).sum(), rows, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), rows)[0], rows.detach()
+
+
 def wrong_calls(group: Any) -> list[Any]:
     case = CASES["tree"]
+    heads = UlyssesLayout.of(case.layout, group)
+    q2, k2 = torch.zeros(heads.num_local_tokens, 4, 8), torch.zeros(heads.num_local_tokens, 2, 8)
     layout = ContextLayout.of(case.layout, group)
     rows, whole = layout.num_local_tokens, layout.num_tokens
     padded = ContextLayout.at(case.layout, 2, 0, pad_to_multiple_of=whole)
@@ -282,7 +300,15 @@ def wrong_calls(group: Any) -> list[Any]:
         lambda: second_derivative(layout, q, k),
         lambda: layout.shard(torch.zeros(3)),
         lambda: layout.gather(torch.zeros(3)),
-        lambda: UlyssesLayout.of(UlyssesLayout.of(case.layout, group), group),
+        lambda: UlyssesLayout.of(heads, group),
+        lambda: UlyssesLayout.of(pack_shared_prompts([[1, 2]], [[1, 2, 3]]).layout, group),
+        lambda: UlyssesLayout.of(case.layout, "all"),  # type: ignore[arg-type]
+        lambda: ulysses_attention(q2[:, :3], k2[:, :1], k2[:, :1], heads),
+        lambda: ulysses_attention(q2, q2[:, :3], q2[:, :3], heads),
+        lambda: ulysses_attention(q2[1:], k2, k2, heads),
+        lambda: ulysses_attention(q2, k2, k2, case.layout),  # type: ignore[arg-type]
+        lambda: shard_rows(torch.zeros(3), group),
+        lambda: pickle.dumps(heads),
         lambda: pickle.dumps(layout),
         lambda: dualkv.shared_prompt_forward(tiny_model("qwen3"), MIXED.pack(), layout=layout),
         lambda: dualkv.shared_prompt_forward(tiny_model("qwen3"), MIXED.pack(), layout=MIXED.pack().layout),
@@ -305,6 +331,14 @@ MESSAGES = [
     r"values: expected the \d+ rows of the layout, got 3",
     r"values: expected this rank's \d+ rows, got \(3,\)",
     "layout: expected one without Ulysses, got a UlyssesLayout",
+    r"layout: expected a multiple of the 2 ranks as number of rows \(pad_to_multiple_of=2\), got 5",
+    "group: expected a process group .*, got 'all'",
+    "q: expected a number of heads that the 2 ranks divide, got 3",
+    "k: expected a number of heads that divides q's 4 heads, got 3",
+    r"layout: expected \d+ rows a rank in q, k and v, got \d+, \d+, \d+",
+    "layout: expected a UlyssesLayout, got a SharedPromptLayout",
+    r"values: expected a multiple of the 2 ranks as rows, got \(3,\)",
+    "a UlyssesLayout holds a process group",
     "a ContextLayout holds a process group",
     "layout: expected the batch's, divided, got that of another batch",
     r"layout: expected a DividedLayout \(UlyssesLayout.of, ContextLayout.of\), got a SharedPromptLayout",
@@ -348,13 +382,26 @@ def test_attention(cut: str, name: str, ranks: int) -> None:
         torch.testing.assert_close(total, expected(case)[5], rtol=0, atol=10 * TOLERANCES[case.dtype])
 
 
+def check_whole(got: list[Tensor], case: Case) -> None:
+    out, _, *wanted = expected(case, with_lse=False)
+    live = slice(0, case.layout.num_tokens - case.pad)
+    assert len(got) == 1 + len(wanted)
+    for kind, tensor, right in zip(("out", "dq", "dk", "dv", "dsinks"), got, (out, *wanted)):
+        rows = live if kind != "dsinks" else slice(None)
+        torch.testing.assert_close(tensor[rows], right[rows], rtol=0, atol=1e-12, msg=kind)
+
+
 @pytest.mark.parametrize("rows_first", [False, True])
 @pytest.mark.parametrize("name", ["tree", "window, sinks, softcap"])
 @pytest.mark.parametrize("rank", range(4))
 def test_with_ulysses(rank: int, name: str, rows_first: bool) -> None:
-    out, _, *wanted = expected(CASES[name], with_lse=False)
-    for one, other in zip(found(4)[rank, "crossed", rows_first, name], [out, *wanted], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    check_whole(found(4)[rank, "crossed", rows_first, name], CASES[name])
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(heads, ranks) for heads, able in HEADS.items() for ranks in able])
+def test_heads_on_ulysses_alone(heads: tuple[int, int], ranks: int) -> None:
+    for rank, shape in product(range(ranks), ("prompts", "tree")):
+        check_whole(found(ranks)[rank, heads, shape], ULYSSES[heads, shape])
 
 
 @pytest.mark.parametrize(
@@ -370,10 +417,10 @@ def test_models_with_ulysses(name: str) -> None:
     check_model(name, [found(4)[rank, "crossed", name] for rank in range(4)])
 
 
-@pytest.mark.parametrize("name", CROSSED_MODELS)
-@pytest.mark.parametrize("ranks", [(0, 1), (2, 3)])
-def test_models_on_ulysses_alone(ranks: tuple[int, int], name: str) -> None:
-    check_model(name, [found(4)[rank, "ulysses", name] for rank in ranks])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_models_on_ulysses_alone(ranks: int, name: str) -> None:
+    check_model(name, [found(ranks)[rank, "ulysses", name] for rank in range(ranks)])
 
 
 def check_model(name: str, parts: list[Any]) -> None:
@@ -434,6 +481,8 @@ def test_rows(rank: int) -> None:
     whole, own, gradient = found(2)[rank, "gathered"]
     assert torch.equal(whole, torch.arange(len(whole), dtype=torch.float64))
     assert torch.equal(gradient, 2 * own)
+    second, rows = found(2)[rank, "second"]
+    assert torch.equal(second, 6 * 2 * rows)
 
 
 ROPE = dict(rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)

@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks
 from tiny_models import (
     MIXED,
     TOLERANCES,
     VOCABULARY,
     check_equal,
-    check_gradients,
     dualkv,
-    gradients,
     replicated_logps,
     row_of,
     tiny_config,
@@ -79,18 +76,6 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
         assert watched.alive() == 0
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_head_that_is_changed_before_the_backward_is_an_error(is_frozen: bool) -> None:
-    """As in stock training, by an optimizer's step on another loss, whose gradient would be one of other weights."""
-    model = tiny_model("llama")
-    model.lm_head.requires_grad_(not is_frozen)
-    logps, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
-    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
-    torch.optim.SGD(model.lm_head.parameters(), lr=0.1).step()
-    with pytest.raises(RuntimeError, match="parameters of the LM head: .* changed in place"):
-        logps.sum().backward()
-
-
 @pytest.mark.parametrize("kind", ["linear", "of ones own", "another weight"])
 def test_a_head_smaller_than_the_embeddings(kind: str) -> None:
     """Tokens that are read alone need no logit, as those of images in some models."""
@@ -138,22 +123,18 @@ def test_a_forward_that_something_has_wrapped_is_called_as_wrapped():
     assert model.forward is wrapped
 
 
-@pytest.mark.parametrize(("temperature", "error"), [(0.0, SharedPromptError), (float("nan"), SharedPromptError),
-                                                    (True, TypeError), (torch.ones(3), TypeError)])  # fmt: skip
-def test_temperature_is_a_positive_number(temperature, error):
-    with pytest.raises(error, match="temperature: expected"):
-        dualkv.shared_prompt_forward(tiny_model("llama"), MIXED.pack(), temperature=temperature)
+@pytest.mark.parametrize(("option", "value", "error"), [
+    ("temperature", 0.0, SharedPromptError), ("temperature", float("nan"), SharedPromptError),
+    ("temperature", True, TypeError), ("temperature", torch.ones(3), TypeError),
+    ("drop_unread", 1, SharedPromptError), ("share_lora_dropout", 1, SharedPromptError),
+])  # fmt: skip
+def test_wrong_options(option, value, error):
+    with pytest.raises(error, match=f"^{option}: expected"):
+        dualkv.shared_prompt_forward(tiny_model("llama"), MIXED.pack(), **{option: value})
 
 
 BATCH = MIXED.pack()
 POOLED = "expected one value for each row of the packed batch .* for the whole row"
-
-
-def head_of(kind: str, name: str, **options: Any) -> Any:
-    torch.manual_seed(1)
-    config = tiny_config(name, num_labels=1, **options)
-    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config, attn_implementation="dualkv")
-    return model.double().eval()
 
 
 def run(model: Any, **options: Any) -> Any:
@@ -222,25 +203,6 @@ def test_question_answering() -> None:
         run(model, start_positions=torch.tensor([1]), end_positions=torch.tensor([2]))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_values_of_tokens(name: str) -> None:
-    """A critic, as verl has it: the value and the gradients of each response token's row are those of its sequence."""
-    model = head_of("TokenClassification", name, classifier_dropout=0.0, hidden_dropout=0.0)
-    rows = []
-    for prompt, response in zip(MIXED.prompts, MIXED.responses):
-        values = model(torch.tensor([prompt + response]), use_cache=False).logits[0, :, 0]
-        rows.append(values[len(prompt) - 1 : len(prompt) - 1 + len(response)])
-    expected = torch.cat(rows)
-    weights = torch.linspace(-1, 2, len(expected), dtype=expected.dtype)
-    (weights @ expected).backward()
-    expected_gradients = gradients(model)
-    dualkv.install_layout_hook(model)
-    got = run(model).logits[0, BATCH.token_index, 0]
-    check_equal(got, expected, TOLERANCES[torch.float64].value)
-    (weights @ got).backward()
-    check_gradients(gradients(model), expected_gradients, TOLERANCES[torch.float64].gradient)
-
-
 @pytest.mark.parametrize("kept", [{}, dict(logits_to_keep=BATCH.token_index), dict(logits_to_keep=3)])
 @pytest.mark.parametrize("output", [{}, dict(return_dict=False), dict(output_hidden_states=True)])
 def test_what_causal_lms_return(kept: dict[str, Any], output: dict[str, Any]) -> None:
@@ -297,63 +259,3 @@ def test_rows_that_are_refused() -> None:
     ):
         with pytest.raises(SharedPromptError, match=f"^reduce: expected .*{message}"):
             dualkv.shared_prompt_logits(model, batch, batch.token_index, reduce)
-
-
-def test_a_vocabulary_that_ranks_divide() -> None:
-    """Scores and gradients of parts of the head's rows on two processes, against the whole; a masked logit too."""
-    *_, wanted = divided_head()
-    results = run_ranks(_score_a_part, 2)
-    for rank in range(2):
-        logps, entropy, d_hidden, d_weight = results[rank]
-        for got, expected in zip((logps, entropy, d_hidden), wanted[:3]):
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(d_weight, wanted[3].chunk(2)[rank], rtol=1e-10, atol=1e-12)
-
-
-def divided_head() -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """Hidden states, a head's weight, targets; log-probabilities, entropies and gradients by the whole head."""
-    drawn = torch.Generator().manual_seed(0)
-    hidden = torch.randn(11, 6, generator=drawn, dtype=torch.float64)
-    weight = torch.randn(8, 6, generator=drawn, dtype=torch.float64)
-    targets = torch.randint(1, 8, (11,), generator=drawn)
-    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    scores = _scores(*leaves, targets, 0, None)
-    found = torch.autograd.grad((scores[0] - 0.3 * scores[1]).square().sum(), leaves)
-    return hidden, weight, targets, (*(one.detach() for one in scores), *found)
-
-
-def _scores(hidden: Tensor, weight: Tensor, targets: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
-    """The first row of the whole vocabulary is masked."""
-
-    def head(rows: Tensor) -> Tensor:
-        logits = _SumOfParts.apply(rows, group) @ weight.T
-        return logits.masked_fill(torch.arange(first, first + len(weight)) == 0, -torch.inf)
-
-    options: dict[str, Any] = dict(rows=4, temperature=0.7, with_entropy=True, group=group)
-    return lm_head.score_in_chunks(head, hidden, targets, **options)
-
-
-class _SumOfParts(torch.autograd.Function):
-    """The gradient of rows that every rank multiplies with its part of the head."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.group is not None:
-            gradient = gradient.clone()
-            torch.distributed.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-def _score_a_part(rank: int, results: Any) -> None:
-    group = torch.distributed.group.WORLD
-    hidden, weight, targets, _ = divided_head()
-    hidden.requires_grad_()
-    part = weight.chunk(2)[rank].clone().requires_grad_()
-    logps, entropy = _scores(hidden, part, targets, rank * len(part), group)
-    d_hidden, d_weight = torch.autograd.grad((logps - 0.3 * entropy).square().sum(), (hidden, part))
-    results[rank] = logps.detach(), entropy.detach(), d_hidden, d_weight

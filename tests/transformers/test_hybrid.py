@@ -20,7 +20,6 @@ from hybrid_models import (
     hybrid_model,
     in_float64,
     shared,
-    weights_of,
     without_packages,
 )
 from tiny_models import (
@@ -35,8 +34,6 @@ from tiny_models import (
     check_equal,
     check_gradients,
     dualkv,
-    gradients,
-    replicated_logps,
     stock_twin,
 )
 
@@ -119,32 +116,6 @@ def test_the_convolution_without_its_package_keeps_sequences_apart() -> None:
     torch.testing.assert_close(got[:, :, 6:], alone[2])
 
 
-TARGETS = {
-    "qwen3_5_text": ["in_proj_qkv", "out_proj", "down_proj", "q_proj"],
-    "bamba": ["in_proj", "out_proj", "down_proj", "q_proj"],
-    "lfm2": ["in_proj", "out_proj", "w1", "q_proj"],
-}
-
-
-@pytest.mark.parametrize("name", [name for name in TARGETS if name in HYBRIDS])
-def test_lora(name: str) -> None:
-    """Adapters in front of and behind what mixes the tokens; stock Mamba-2 kernels may leave those behind it out."""
-    peft = pytest.importorskip("peft", reason="needs peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[name], init_lora_weights=False)
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        model = peft.get_peft_model(hybrid_model(name), config).double().train()
-    twin = copy.deepcopy(model)
-    twin.get_base_model().set_attn_implementation("eager")
-    with in_float64():
-        expected, _ = replicated_logps(twin, RAGGED)
-        (weights_of(expected) @ expected).backward()
-        got, got_gradients = shared(model, RAGGED.pack())
-    check_equal(got, expected.detach(), EXACT.value)
-    assert len(got_gradients) >= 2 * len(TARGETS[name])
-    check_gradients(got_gradients, gradients(twin), EXACT.gradient)
-
-
 @pytest.mark.parametrize(
     ("name", "device"),
     [
@@ -162,18 +133,6 @@ def test_16_bit_models(name: str, device: str) -> None:
             exact = drawn_gradients(copy.deepcopy(twin).double(), samples)
         stock, got = drawn_gradients(twin, samples), drawn_gradients(model, samples, samples.pack(device=device))
     assert not {what: ratio for what, ratio in error_ratios(got, stock, exact).items() if not ratio <= 1.5}
-
-
-@pytest.mark.slow
-def test_compiled_layers() -> None:
-    """What mixes the tokens is left out of the graph; all else is compiled."""
-    model = hybrid_model(KINDS[0], torch.float32)
-    expected, expected_gradients = shared(model, MIXED.pack())
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    got, got_gradients = shared(model, MIXED.pack())
-    check_equal(got, expected, 1e-5)
-    check_gradients(got_gradients, expected_gradients, 1e-4)
 
 
 SETUP = ranks.Setup(

@@ -7,13 +7,10 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from processes import run_ranks
 from tiny_models import (
     COMMON,
     FAMILIES,
@@ -31,7 +28,7 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 
-from flash_attn_dualkv import PackedBatch, SharedPromptError, layout, pack_prefix_tree
+from flash_attn_dualkv import PackedBatch, layout, pack_prefix_tree
 from flash_attn_dualkv.integrations.transformers.admission.unwrap import decoder_of
 from flash_attn_dualkv.integrations.transformers.query_pruning import late_layers
 
@@ -50,7 +47,7 @@ SIZES = {
 }
 # Two long prompts, one that is too short to leave; an answer without tokens, and rows of padding.
 SAMPLES = Samples.random([(90, [5, 9, 0]), (130, [70, 3]), (2, [8])]).take([0, 3, 1, 5, 2, 4])
-PACKINGS = (dict(), dict(boundary="gather"), dict(pad_to_multiple_of=256))
+PACKINGS = (dict(boundary="gather"), dict(pad_to_multiple_of=256))
 
 
 def model_of(name: str, **options: Any) -> Any:
@@ -125,11 +122,7 @@ def check_leaves(model: Any, batch: PackedBatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        pytest.param(name, options, marks=[pytest.mark.slow] * (bool(options) and name != "gemma4_text"))
-        for name in SIZES
-        for options in PACKINGS
-    ],
+    [*((name, {}) for name in SIZES), *(("gemma4_text", options) for options in PACKINGS)],
     ids=str,
 )
 def test_prompts_leave(name: str, options: dict[str, Any]) -> None:
@@ -162,17 +155,6 @@ def test_equals_replicated_prompts(name: str) -> None:
     check(computed(model, SAMPLES.pack()), (logps.detach(), gradients(twin)))
 
 
-def test_observations_leave() -> None:
-    """A chain of turns, one sequence: what the model did not write leaves amid the node, the rest stays."""
-    model = model_of("gemma4_text")
-    tokens = Samples.random([(400, [0])]).prompts[0]
-    mask = [0] * 100 + [1] * 20 + [0] * 80 + [1] * 30 + [0] * 20 + [1] * 20 + [0] * 70 + [1] * 10 + [0] * 50
-    batch = pack_prefix_tree([tokens], loss_mask=[mask])
-    kept = [*range(99, 119), *range(199, 269), *range(339, 400)]  # 20 and 51 rows are too few to leave
-    assert batch.late_layout.query_rows.tolist() == kept
-    check_leaves(model, batch)
-
-
 def test_activation_checkpointing() -> None:
     """Layers are computed again in the backward, where nothing of the forward is left."""
     model, batch = model_of("gemma4_text"), SAMPLES.pack()
@@ -185,30 +167,6 @@ def test_activation_checkpointing() -> None:
     late = len(late_layers(decoder_of(model)))
     early = [tokens] * (len(decoder_of(model).layers) - late)
     assert rows[-2 * (len(early) + late) :] == [*early, *[queries] * 2 * late, *early]
-
-
-def test_lora() -> None:
-    peft = pytest.importorskip("peft")
-    model, batch = model_of("gemma4_text"), SAMPLES.pack()
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "o_proj", "down_proj"], lora_dropout=0.0)
-    wrapped = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    assert rows_of_layers(wrapped, batch)[-1] == batch.late_layout.num_queries
-    check(computed(model, batch, wrapped), computed(model, batch, wrapped, drop_unread=False))
-
-
-@pytest.mark.slow
-def test_compiled_layers() -> None:
-    """The first of those that rows do not reach, and the last, traced with their hooks."""
-    model, batch = model_of("gemma4_text"), SAMPLES.pack()
-    expected = computed(model, batch, drop_unread=False)
-    late = late_layers(decoder_of(model))
-    for one in {late[0], late[-1]}:
-        one.compile(backend="aot_eager", dynamic=False)
-    check(computed(model, batch), expected)
 
 
 def test_a_forward_of_ones_own() -> None:
@@ -241,41 +199,6 @@ def test_logits_of_some_rows() -> None:
     assert set(seen[:count]) == {tokens, late.num_queries} and set(seen[count:]) == {tokens}
     assert late.num_queries < batch.late_layout.num_queries
     check_equal(got, expected, 1e-7)
-
-
-# --- several processes ------------------------------------------------------------------------------------------------
-
-WRAPPERS = ("ddp", "fsdp1", "fsdp2")
-
-
-def _run_rank(rank: int, results: Any) -> None:
-    for wrapper in WRAPPERS:
-        model = model_of("gemma4_text", tie_word_embeddings=False).train()
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
-        batch = SAMPLES.take([[0, 1, 2, 3], [4, 5]][rank]).pack()
-        wrapped = ranks.wrap(model, wrapper, torch.device("cpu"))
-        with counted(model) as rows:
-            logps, _ = dualkv.shared_prompt_forward(wrapped, batch)
-            rows = rows[-len(decoder_of(model).layers) :]
-            logps.sum().backward()
-        results[rank, wrapper] = logps.detach(), rows, ranks.whole_gradients(wrapped, model)
-
-
-@pytest.mark.slow
-def test_wrapped_models() -> None:
-    """Log-probabilities of each rank's own samples, and the mean of the ranks' gradients."""
-    found = run_ranks(_run_rank, 2)
-    shares = [SAMPLES.take(index).pack() for index in ([0, 1, 2, 3], [4, 5])]
-    model = model_of("gemma4_text", tie_word_embeddings=False)
-    logps = [dualkv.shared_prompt_forward(model, one, drop_unread=False)[0] for one in shares]
-    (sum(one.sum() for one in logps) / 2).backward()
-    expected = gradients(model)
-    count = len(late_layers(decoder_of(model)))
-    for rank, wrapper in product(range(2), WRAPPERS):
-        got, rows, gradient = found[rank, wrapper]
-        late = shares[rank].late_layout
-        assert rows == [late.num_tokens] * (len(rows) - count) + [late.num_queries] * count
-        check((got, gradient), (logps[rank].detach(), expected))
 
 
 # --- who else reads rows ----------------------------------------------------------------------------------------------
@@ -340,17 +263,3 @@ def test_code_of_ones_own_under_the_name_of_a_known_model() -> None:
     model, batch = model_of("gemma4_text", hidden_size_per_layer_input=0), SAMPLES.pack()
     model.model.__class__ = type("Twice", (_Twice, type(model.model)), {})
     check(computed(model, batch), computed(model, batch, drop_unread=False))
-
-
-def test_batches_of_which_nothing_leaves() -> None:
-    """Short prompts; nothing scored."""
-    model = model_of("gemma4_text")
-    for samples in (Samples.random([(60, [9])]), Samples.random([(200, [0, 0])])):
-        batch = samples.pack()
-        assert batch.late_layout is None
-        assert rows_of_layers(model, batch) == [batch.layout.num_tokens] * LAYERS
-
-
-def test_a_wrong_option() -> None:
-    with pytest.raises(SharedPromptError, match="drop_unread: expected a bool, got 1"):
-        dualkv.shared_prompt_forward(model_of("gemma4_text"), SAMPLES.pack(), drop_unread=1)

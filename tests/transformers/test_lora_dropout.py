@@ -121,8 +121,6 @@ def test_who_does_not_ask_for_it() -> None:
             with pytest.raises(SharedPromptError, match=f"dropout of .*q_proj.lora_dropout.default.*{REMEDIES}"):
                 forward()
     assert model.get_submodule(layer).lora_dropout["default"].training
-    with pytest.raises(SharedPromptError, match="^share_lora_dropout: expected a bool, got 1"):
-        dualkv.shared_prompt_forward(model, BATCH, share_lora_dropout=1)
 
 
 def test_plain_forwards_with_the_hook() -> None:

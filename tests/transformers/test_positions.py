@@ -200,6 +200,9 @@ def test_positions_of_any_batch_are_known(form, hooked):
         dualkv.install_layout_hook(model)
     with pytest.raises(SharedPromptLayoutError, match=NO_LAYOUT):
         without_layout(model, batch, batch.position_ids[None])
+    if hooked:
+        with pytest.raises(SharedPromptLayoutError, match=IDS_ALONE):
+            model(batch.input_ids[None], use_cache=False)
     call(model, batch, position_ids=batch.position_ids[None])
     if batch.position_ids is not BATCH.position_ids and len(batch.position_ids) == len(BATCH.position_ids):
         with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
@@ -207,24 +210,13 @@ def test_positions_of_any_batch_are_known(form, hooked):
 
 
 def test_positions_that_only_look_alike():
-    """Copies are not known, and what lies in memory where a batch was is no batch."""
+    """Copies are not known."""
     model = tiny_model("llama")
     dualkv.install_layout_hook(model)
     copied = dataclasses.replace(BATCH, input_ids=BATCH.input_ids.clone())
     without_layout(model, copied, BATCH.position_ids[None].clone())
     # Other tensors of a batch lie in the same buffer.
     without_layout(model, copied, BATCH.multiplicity[None])
-    addresses = set()
-    for _ in range(20):
-        batch = MIXED.pack()
-        addresses.add(batch.position_ids.data_ptr())
-        del batch
-    for _ in range(20):
-        positions = [torch.arange(BATCH.layout.num_tokens) for _ in range(9)]
-        for one in positions:
-            without_layout(model, copied, one[None])
-        if addresses & {one.data_ptr() for one in positions}:
-            break
     alive = weakref.ref(MIXED.pack().position_ids)
     assert alive() is None  # nothing keeps the positions of a batch
 
@@ -309,14 +301,6 @@ def test_ids_without_a_layout(view, hooked_model):
         hooked_model(VIEWS_OF_IDS[view](BATCH.input_ids), use_cache=False)
 
 
-@pytest.mark.parametrize("form", BATCHES)
-def test_ids_of_any_batch_are_known(form, hooked_model):
-    batch = BATCHES[form]()
-    with pytest.raises(SharedPromptLayoutError, match=IDS_ALONE):
-        hooked_model(batch.input_ids[None], use_cache=False)
-    hooked_model(**row_of(batch))
-
-
 @pytest.mark.parametrize("form", COPIES)
 def test_copies_of_ids_are_not_known(form, hooked_model):
     """As docs/limits.md says."""
@@ -340,7 +324,7 @@ def test_ids_whose_batch_is_gone(hooked_model):
     addresses = set()
     for _ in range(20):
         batch = MIXED.pack()
-        addresses.add(batch.input_ids.data_ptr())
+        addresses |= {batch.input_ids.data_ptr(), batch.position_ids.data_ptr()}
         alive = weakref.ref(batch.input_ids)
         del batch
         assert alive() is None
@@ -351,27 +335,8 @@ def test_ids_whose_batch_is_gone(hooked_model):
             seen += one.data_ptr() in addresses
             hooked_model(one[None], use_cache=False)
             hooked_model(**row_of(BATCH, input_ids=one[None]))
+            hooked_model(torch.full_like(one, 6)[None], position_ids=one[None], use_cache=False)
     assert seen
-
-
-@pytest.mark.parametrize("change", ["eager", "dropout"])
-def test_what_is_not_seen_without_the_hook(change):
-    """As the table in docs/training.md says; `shared_prompt_forward` sees it too."""
-    model = tiny_model("llama").train()
-    expected = model(**row_of(BATCH)).logits
-    if change == "eager":
-        model.set_attn_implementation("eager")
-        expected_error = "attn|attention|layers that mix tokens"
-    else:
-        projection = model.model.layers[0].mlp.down_proj
-        model.model.layers[0].mlp.down_proj = torch.nn.Sequential(projection, torch.nn.Dropout(0.5))
-        expected_error = "dropout"
-    assert (model(**row_of(BATCH)).logits - expected).abs().max() > 1e-3
-    with pytest.raises(SharedPromptError, match=f"(?i){expected_error}"):
-        dualkv.shared_prompt_forward(model, BATCH)
-    dualkv.install_layout_hook(model)
-    with pytest.raises(SharedPromptError, match=f"(?i){expected_error}"):
-        model(**row_of(BATCH))
 
 
 def test_other_tensors_of_a_batch_are_no_ids(hooked_model):
@@ -422,22 +387,19 @@ def test_compiled_without_a_layout():
     assert (graphs.graph_count, graphs.graph_break_count) == (1, 0), graphs.break_reasons
 
 
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_compiled_step(is_compiled):
-    """Scores and logits are computed as they are; the model inside may be compiled, and fullgraph says why not."""
+def test_compiled_step():
+    """Scores and logits are computed as they are, and fullgraph says why not."""
     model, rows = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1), BATCH.token_index
 
     def step(batch):
         (best,) = dualkv.shared_prompt_logits(model, batch, rows, lambda logits, at: (logits.argmax(-1),))
         return dualkv.shared_prompt_forward(model, batch)[0] * 2, best
 
-    (scores, best), graphs = step(BATCH), []
+    scores, best = step(BATCH)
     torch._dynamo.reset()
-    if is_compiled:
-        model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     got = torch.compile(step, backend="eager")(BATCH)
     check_equal(got[0], scores, 1e-5)
-    assert torch.equal(got[1], best) and bool(graphs) == is_compiled
+    assert torch.equal(got[1], best)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile the model \(model.compile\(\)\)"):
         torch.compile(step, backend="eager", fullgraph=True)(BATCH)

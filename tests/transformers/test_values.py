@@ -84,16 +84,6 @@ def test_values_of_chosen_rows() -> None:
     check_equal(first, torch.cat(expected), TOLERANCE.value)
 
 
-def test_a_reward_model_with_lora() -> None:
-    peft = pytest.importorskip("peft", "0.17")
-    torch.manual_seed(2)
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(head_of("SequenceClassification"), config).double().train()
-    batch = pack_prefix_tree(SEQUENCES[:4], min_shared=1)
-    got = dualkv.shared_prompt_values(model, batch)
-    check(model, got, [model(input_ids=torch.tensor([one])).logits for one in SEQUENCES[:4]])
-
-
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = pack_prefix_tree(SEQUENCES[:2])
     model = head_of("SequenceClassification")
