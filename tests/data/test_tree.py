@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Packing sequences as a prefix tree: every row, label and index against the sequences themselves, and the way back."""
+"""Packing sequences as a prefix tree: every row, label and index against the sequences, the way back, and borders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import BOUNDARIES, SEQUENCES, Lists, assert_same_batch, check, forests, tensors
+from samples import BOUNDARIES, SEQUENCES, Lists, assert_same_batch, check, forests, rows_of, tensors
 
-from flash_attn_dualkv import PackedBatch, group_by_prefix, pack_prefix_tree
+from flash_attn_dualkv import (
+    PackedBatch,
+    flash_attn_tree_varlen_func,
+    group_by_prefix,
+    pack_prefix_tree,
+    pack_shared_prompts,
+)
+
+Forest = tuple[Lists, Lists, list[int]]
 
 
 def savings(batch: PackedBatch) -> list[int]:
@@ -38,7 +47,7 @@ def distinct_prefixes(sequences: Lists, groups: list[int] | None) -> int:
     st.sampled_from([None, 8]),
 )
 def test_round_trip(
-    forest: tuple[Lists, Lists, list[int]],
+    forest: Forest,
     boundary: Any,
     has_mask: bool,
     has_groups: bool,
@@ -89,7 +98,7 @@ def fewest(sequences: Lists, least: int) -> int:
 
 @settings(deadline=None, max_examples=100)
 @given(forests(), st.integers(1, 20))
-def test_no_other_nodes_save_more(forest: tuple[Lists, Lists, list[int]], min_shared: int) -> None:
+def test_no_other_nodes_save_more(forest: Forest, min_shared: int) -> None:
     """Among all choices of nodes, where each costs as much as min_shared tokens."""
     # Runs of equal tokens make nodes of all lengths.
     sequences = [[token for token in one for _ in range(1 + 3 * token)] for one in forest[0][:7]]
@@ -100,7 +109,7 @@ def test_no_other_nodes_save_more(forest: tuple[Lists, Lists, list[int]], min_sh
 @settings(deadline=None, max_examples=50)
 @given(forests(), st.sampled_from(BOUNDARIES), st.randoms(use_true_random=False))
 def test_the_row_does_not_depend_on_the_order_of_the_sequences(
-    forest: tuple[Lists, Lists, list[int]], boundary: Any, shuffler: random.Random
+    forest: Forest, boundary: Any, shuffler: random.Random
 ) -> None:
     sequences, masks, _ = forest
     order = [*range(len(sequences))]
@@ -126,6 +135,88 @@ def test_deep_and_wide_trees() -> None:
     assert batch.layout.depth == 1000 and batch.layout.num_tokens == 2000
     bush = pack_prefix_tree([[1, 2, 3, end] for end in range(5000)], boundary="gather")
     assert bush.layout.node_lens == (3, *[1] * 5000) and bush.layout.depth == 2
+
+
+# --- borders that are given ------------------------------------------------------------------------------------------
+
+
+def borders_in(batch: PackedBatch) -> list[list[int]]:
+    """Of each sequence the positions at which its rows pass from one node to the next."""
+    node_of = [index for index, size in enumerate(batch.layout.node_lens) for _ in range(size)]
+    return [[at for at in range(1, len(own)) if node_of[own[at]] != node_of[own[at - 1]]] for own in rows_of(batch)]
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_the_tree_of_prompts_of_one_token(boundary: Any) -> None:
+    """With "replicate" its root has no rows, and a node below begins where the sequences do."""
+    prompts, responses = [[5], [5]], [[1, 2], [3]]
+    batch = pack_shared_prompts(prompts, responses, boundary=boundary)
+    whole = [one + other for one, other in zip(prompts, responses)]
+    for options in (dict(tree=batch.tree), dict(borders=batch.tree.borders, boundary=boundary)):
+        again = pack_prefix_tree(whole, **options)
+        assert borders_in(again) == borders_in(batch) and again.layout.num_tokens == batch.layout.num_tokens
+
+
+def shared(one: list[int], other: list[int], borders: tuple[list[int], list[int]], shift: int) -> int:
+    """Up to where two sequences, neither of which begins with the other, have the same nodes."""
+    common = next(at for at, (a, b) in enumerate(zip(one, other)) if a != b)
+    ends = [0]
+    for a, b in zip(*borders):
+        if a != b:
+            break
+        ends.append(a)
+    return max(end for end in ends if end == 0 or end + shift <= common)
+
+
+@settings(deadline=None, max_examples=100)
+@given(forests(), st.sampled_from(BOUNDARIES), st.data())
+def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None:
+    """They are kept, and nodes are shared that agree in tokens and borders up to their end."""
+    sequences, masks, _ = forest
+    places = max(map(len, sequences)) + 1
+    flags = data.draw(st.lists(st.integers(0, 2), min_size=places, max_size=places))  # for most sequences the same
+    own = [data.draw(st.booleans()) and data.draw(st.integers(1, 12)) for _ in sequences]
+    borders = [
+        [at for at in range(1, len(one) + 1) if flags[at] == 0 or at == extra] for one, extra in zip(sequences, own)
+    ]
+    batch = pack_prefix_tree(sequences, loss_mask=masks, boundary=boundary, borders=borders)
+    check(batch, sequences, masks, None)
+    assert borders_in(batch) == [[at for at in one if at < len(s)] for one, s in zip(borders, sequences)]
+    rows = rows_of(batch)
+    for i, one in enumerate(sequences):
+        for j, other in enumerate(sequences):
+            size = min(len(one), len(other))
+            if one[:size] != other[:size]:
+                count = shared(one, other, (borders[i], borders[j]), 1 if boundary == "replicate" else 0)
+                assert len({*rows[i]} & {*rows[j]}) == count
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> None:
+    """Attention with the borders of the whole: what a ratio of exactly 1 needs of it."""
+    draw = random.Random(0)
+    sequences = [[draw.randrange(9) for _ in range(700)]]
+    for number in range(40):  # none of them is the beginning of another
+        stem = draw.choice(sequences)
+        own = [100 + number] + [draw.randrange(9) for _ in range(draw.randrange(500))]
+        sequences.append(stem[: draw.randrange(len(stem))] + own)
+    whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=16, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    total = whole.layout.num_tokens
+    rows = [torch.randn(total, h, 128, device=device, generator=generator).bfloat16() for h in (8, 2, 2)]
+    expected = flash_attn_tree_varlen_func(*rows, whole.cu_seqlens, whole.parents)
+    of_whole = rows_of(whole)
+    for size in (1, 3, 20):
+        chosen = draw.sample(range(len(sequences)), size)
+        taken, borders = ([one[i] for i in chosen] for one in (sequences, whole.tree.borders))
+        part = pack_prefix_tree(taken, boundary=boundary, borders=borders, device=device)
+        row_of = dict(zip(part.row_index.tolist(), (row for i in chosen for row in of_whole[i])))
+        index = torch.tensor([row_of[row] for row in range(part.layout.num_tokens)], device=device)
+        got = flash_attn_tree_varlen_func(*(one[index] for one in rows), part.cu_seqlens, part.parents)
+        assert got.equal(expected[index])
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

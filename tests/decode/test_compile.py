@@ -68,17 +68,6 @@ def test_layer_compiles_without_a_graph_break() -> None:
             assert torch.equal(actual, expected)
 
 
-def test_out_of_a_compiled_layer() -> None:
-    def layer(step: Forest, plan: SharedPrefixPlan, out: Tensor) -> Tensor:
-        return shared_prefix_decode(step.q, step.k_cache, step.v_cache, plan, out=out) + 1
-
-    step = forest(3)
-    plan, out = step.plan(), torch.zeros_like(step.q)
-    result = torch.compile(layer, fullgraph=True, backend="aot_eager")(step, plan, out)
-    expected = shared_prefix_decode(step.q, step.k_cache, step.v_cache, plan)
-    assert torch.equal(out, expected) and torch.equal(result, expected + 1)
-
-
 def test_a_compiled_step() -> None:
     """The plan's update and the new keys are in the compiled function too."""
 
