@@ -41,51 +41,40 @@ def test_decoding(calls: Calls) -> None:
     assert builder._sharing.statistics.steps == {"decode": 2}
 
 
-def test_memory_layouts(calls: Calls) -> None:
-    """Heads in front of rows or behind them, as vLLM's VLLM_KV_CACHE_LAYOUT has it: views of one shape."""
-    layer = Layer()
-    heads_and_rows = (-3, -2)
-    layer.kv_cache = layer.kv_cache.transpose(*heads_and_rows).contiguous().transpose(*heads_and_rows)
-    assert not layer.kv_cache.is_contiguous()
-    run(layer, steps.builder(layer), [*DECODING, *PREFILL])
-    assert calls.rows == [42]
+MIXED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # attributes of the layer, changes of the configuration
+    "plain": ({}, {}),
+    "a window": (dict(sliding_window=(9, 0)), {}),
+    "speculation": ({}, dict(threshold=4, use_v2_model_runner=False)),
+    # Prompts run on vLLM's kernels and walks are divided, unless rows are to have the trainer's bits.
+    "trainer": ({}, dict(additional_config={"flash_attn_dualkv": {"exact": "trainer"}})),
+}
 
 
-def test_mixed_steps(calls: Calls) -> None:
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_steps(name: str, heads_first: bool, calls: Calls) -> None:
+    """Heads lie in front of rows or behind them, as vLLM's VLLM_KV_CACHE_LAYOUT has it: views of one shape."""
+    attributes, changes = MIXED[name]
+    layer = Layer(**attributes)
+    if heads_first:
+        layer.kv_cache = layer.kv_cache.transpose(-3, -2).contiguous().transpose(-3, -2)
+    builder = steps.builder(layer, steps.config(**changes))
+    some = DECODING
+    if name == "speculation":
+        assert builder.reorder_batch_threshold == 4
+        some = [Request(one.keys, 1 + row % 4, one.prompt, one.pages) for row, one in enumerate(DECODING)]
+    run(layer, builder, [*some, *PREFILL])
+    assert calls.rows == ([] if name == "trainer" else [42])
+    assert builder._sharing._plan.exact == ("split" if name in ("plain", "speculation") else "trainer")
+
+
+def test_steps_of_prompts_alone(calls: Calls) -> None:
     layer = Layer()
     run(layer, builder := steps.builder(layer), [*DECODING, *PREFILL])
-    assert calls.rows == [42]
     run(layer, builder, PREFILL)
     assert calls.rows == [42, 42]
     assert builder._sharing.statistics.steps == {"mixed": 1}
     assert builder._sharing.statistics.stock == {"prompts alone": 1}
-
-
-def test_speculation(calls: Calls) -> None:
-    layer = Layer()
-    builder = steps.builder(layer, steps.config(threshold=4, use_v2_model_runner=False))
-    assert builder.reorder_batch_threshold == 4
-    some = [Request(one.keys, 1 + row % 4, one.prompt, one.pages) for row, one in enumerate(DECODING)]
-    run(layer, builder, [*some, *PREFILL])
-    assert calls.rows == [42]
-
-
-def test_windows_and_trainer(calls: Calls) -> None:
-    run(layer := Layer(sliding_window=(9, 0)), steps.builder(layer), [*DECODING, *PREFILL])
-    assert calls.rows == [42]
-    settings = {"flash_attn_dualkv": {"exact": "trainer"}}
-    run(layer := Layer(), steps.builder(layer, steps.config(additional_config=settings)), [*DECODING, *PREFILL])
-    assert calls.rows == [42]
-
-
-@pytest.mark.parametrize("exact", ["trainer", None])
-def test_divided_walks(exact: str | None, calls: Calls) -> None:
-    """Walks are divided, and prompts run on vLLM's kernels, unless rows are to have the trainer's bits."""
-    settings = {"flash_attn_dualkv": {"exact": exact}}
-    builder = steps.builder(layer := Layer(), steps.config(additional_config=settings))
-    run(layer, builder, [*DECODING, *PREFILL])
-    assert builder._sharing._plan.exact == (exact or "split")
-    assert calls.rows == ([] if exact == "trainer" else [42])
 
 
 def test_sinks_and_softcap() -> None:

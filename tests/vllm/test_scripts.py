@@ -4,25 +4,19 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
-import threading
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-import bench_mismatch
 import bench_vllm
 import check_vllm
 import mismatch_vllm
 import pytest
-import torch
 import vllm_rig
-from tiny_models import tiny_model
-from transformers import AutoConfig
 
 
 def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,23 +28,6 @@ def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert register() is None
-
-
-def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each task has a GPU for itself, among those that this process may use."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    both, places = threading.Barrier(2), set[str]()
-
-    def task(number: int, gpu: dict[str, str]) -> int:
-        both.wait(10.0)
-        places.add(gpu["CUDA_VISIBLE_DEVICES"])
-        return number
-
-    assert vllm_rig.side_by_side([partial(task, number) for number in range(4)]) == [0, 1, 2, 3]
-    assert places == {"2", "5"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,6,7,8")
-    assert vllm_rig.side_by_side([partial(task, number) for number in range(4)], width=2) == [0, 1, 2, 3]
-    assert places == {"2", "5", "2,5", "6,7"}
 
 
 class Engines:
@@ -107,29 +84,6 @@ def test_differences() -> None:
     assert count == 0 and not any(value <= 1e9 for value in nothing)
     with pytest.raises(ValueError, match="certain"):
         vllm_rig.refuse_certain(-1e-5)
-
-
-def test_training_forwards() -> None:
-    """Shared and alone give the same; differences are of the trainer to the sampler."""
-    model, prompt = tiny_model("qwen3", dtype=torch.float32), torch.tensor([5, 6, 7])
-    responses, score = torch.tensor([[1, 2, 3], [4, 2, 3]]), partial(torch.log_softmax, dim=-1)
-    stock = bench_mismatch.trained(model, prompt, responses, False, score)
-    ours = bench_mismatch.trained(model, prompt, responses, True, score)
-    torch.testing.assert_close(stock, ours)
-    found = mismatch_vllm.differences(ours - torch.tensor([0.5, 0.0, 0.0]), ours)
-    assert found["first_token"] == pytest.approx(0.5) and found["mean"] == pytest.approx(0.5 / 3)
-    assert found["equal"] == pytest.approx(2 / 3) and found["k3"] == pytest.approx((math.exp(0.5) - 1.5) / 3)
-
-
-def test_configurations(tmp_path: Path) -> None:
-    for name, settings in check_vllm.FEATURES.items():
-        engine = vllm_rig.Engine(**check_vllm.BASE | settings)
-        vllm_rig.write_model(engine, str(tmp_path), 50000)
-        read = AutoConfig.from_pretrained(tmp_path)
-        assert (read.num_hidden_layers, read.hidden_size, read.max_position_embeddings) == (4, 2048, 50000), name
-        assert all(
-            getattr(read, key) == engine.config[key] for key in ("model_type", "layer_types") if key in engine.config
-        )
 
 
 ROW = {"mean": 0.5, "largest": 1, "k3": 0, "equal": 0.25, "first_token": 0, "logprob": -3, "device": "NVIDIA H200"}
