@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +37,15 @@ class StockInGroups(parts.SiblingsTogetherMixin, trl.GRPOTrainer):
     """Stock forwards in the micro-batches that sharing trainers have: rounding is the only difference left."""
 
 
+def drawing(seed: int) -> Callable[[int], list[int]]:
+    """A function that draws so many tokens."""
+    source = torch.Generator().manual_seed(seed)
+    return lambda count: torch.randint(3, VOCABULARY, (count,), generator=source).tolist()
+
+
 def prompts() -> Dataset:
-    generator = torch.Generator().manual_seed(3)
-    drawn = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in PROMPTS]
-    return Dataset.from_dict({"prompt": [" ".join(map(str, one)) for one in drawn]})
+    draw = drawing(3)
+    return Dataset.from_dict({"prompt": [" ".join(map(str, draw(length))) for length in PROMPTS]})
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -63,39 +68,39 @@ def quiet() -> Iterator[None]:
         yield
 
 
+CONFIGS = {
+    trl.GRPOTrainer: trl.GRPOConfig,
+    trl.RLOOTrainer: trl.RLOOConfig,
+    trl.DPOTrainer: trl.DPOConfig,
+    trl.SFTTrainer: trl.SFTConfig,
+    trl.RewardTrainer: trl.RewardConfig,
+}
+
+
 def trainer(cls: Any, model: Any, out: Path, *, arguments: dict[str, Any] | None = None, **config: Any) -> Any:
     """A trainer with the defaults of these tests; `arguments` are those of its constructor."""
+    kind = next(kind for stock, kind in CONFIGS.items() if issubclass(cls, stock))
     given = dict(
-        output_dir=str(out),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=8,
-        max_steps=3,
-        learning_rate=0.2,
-        optim="sgd",
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        save_strategy="no",
-        bf16=False,
-        disable_tqdm=True,
+        output_dir=str(out), per_device_train_batch_size=8, max_steps=3, learning_rate=0.2, optim="sgd",
+        logging_steps=1, report_to="none", use_cpu=True, save_strategy="no", bf16=False, disable_tqdm=True,
         model_init_kwargs=dict(dtype="float32") if isinstance(model, str) else None,
-    )
-    kwargs = dict(reward_funcs=reward, train_dataset=prompts(), processing_class=tokenizer())
-    kind = trl.RLOOConfig if issubclass(cls, trl.RLOOTrainer) else trl.GRPOConfig
-    if issubclass(cls, trl.DPOTrainer):
-        kind, kwargs = trl.DPOConfig, dict(train_dataset=preferences(), processing_class=tokenizer())
-        del given["num_generations"], given["max_completion_length"]
+    )  # fmt: skip
+    kwargs: dict[str, Any] = dict(processing_class=tokenizer())
+    if kind in (trl.GRPOConfig, trl.RLOOConfig):
+        given |= dict(num_generations=4, max_completion_length=8)
+        kwargs |= dict(reward_funcs=reward, train_dataset=prompts())
+    elif kind is trl.DPOConfig:
+        kwargs["train_dataset"] = preferences()
     torch.manual_seed(0)
     with quiet():
         return cls(model=model, args=kind(**{**given, **config}), **{**kwargs, **(arguments or {})})
 
 
 def preferences() -> Dataset:
-    generator = torch.Generator().manual_seed(4)
+    draw = drawing(4)
 
     def words(length: int) -> str:
-        return " ".join(map(str, torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()))
+        return " ".join(map(str, draw(length)))
 
     rows = [dict(prompt=words(n) + " ", chosen=words(n // 2 + 1), rejected=words(9)) for n in (9, 4, 17, 11) * 4]
     return Dataset.from_list(rows)
@@ -111,15 +116,15 @@ class Run:
     after: dict[str, Tensor]
 
     def metric(self, name: str) -> list[float]:
-        return [one[f"shared_prompt/{name}"] for one in self.logs]
+        return [log[f"shared_prompt/{name}"] for log in self.logs]
 
 
 def train(made: Any) -> Run:
-    before = {name: one.detach().clone() for name, one in made.model.named_parameters()}
+    before = {name: tensor.detach().clone() for name, tensor in made.model.named_parameters()}
     with quiet():
         made.train()
-    after = {name: one.detach() for name, one in made.model.named_parameters()}
-    logs = [one for one in made.state.log_history if "loss" in one]
+    after = {name: tensor.detach() for name, tensor in made.model.named_parameters()}
+    logs = [log for log in made.state.log_history if "loss" in log]
     assert len(logs) == made.args.max_steps
     return Run(made, logs, before, after)
 
@@ -165,30 +170,34 @@ def score(made: Any, ids: Tensor, mask: Tensor, width: int, **options: Any) -> A
 VALUE, GRADIENT = 1e-5, 5e-6
 
 
-def lora(**options: Any) -> Any:
+def lora(task_type: str = "CAUSAL_LM", **options: Any) -> Any:
     peft = pytest.importorskip("peft")
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM", **options)
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type=task_type, **options)
+
+
+def padded(samples: list[tuple[list[int], list[int]]], padding: int = 0) -> tuple[Tensor, Tensor, int]:
+    """input_ids, attention_mask and the width of the completions of (prompt, completion), as TRL pads them."""
+    left, right = (max(len(sample[side]) for sample in samples) for side in (0, 1))
+    ids, mask = torch.zeros((2, len(samples), left + right + padding), dtype=torch.int64)
+    for row, (prompt, completion) in enumerate(samples):
+        span = slice(left - len(prompt), left + len(completion))
+        ids[row, span] = torch.tensor([*prompt, *completion])
+        mask[row, span] = 1
+    return ids, mask, right + padding
 
 
 def batch(
     groups: list[tuple[int, list[int]]], order: list[int] | None = None, padding: int = 0
 ) -> tuple[Tensor, Tensor, int]:
-    """input_ids, attention_mask and the width of the completions as TRL pads them; (prompt, completions) lengths."""
-    generator = torch.Generator().manual_seed(9)
+    """`padded` samples of groups, which are the lengths of a prompt and of its completions."""
+    source = torch.Generator().manual_seed(9)
     rows = [
-        (prompt, torch.randint(3, 90, (length,), generator=generator))
+        (prompt, torch.randint(3, 90, (length,), generator=source).tolist())
         for prompt_length, lengths in groups
-        for prompt in [torch.randint(0, 90, (prompt_length,), generator=generator)]  # pad tokens too
+        for prompt in [torch.randint(0, 90, (prompt_length,), generator=source).tolist()]  # pad tokens too
         for length in lengths
     ]
-    rows = [rows[at] for at in order or range(len(rows))]
-    left, right = max(len(prompt) for prompt, _ in rows), max(len(one) for _, one in rows) + padding
-    ids, mask = torch.zeros((2, len(rows), left + right), dtype=torch.int64)
-    for row, (prompt, completion) in enumerate(rows):
-        span = slice(left - len(prompt), left + len(completion))
-        ids[row, span] = torch.cat([prompt, completion])
-        mask[row, span] = 1
-    return ids, mask, right
+    return padded([rows[at] for at in order or range(len(rows))], padding)
 
 
 def compare(stock: Any, ours: Any, ids: Tensor, mask: Tensor, width: int, **options: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""TRL's trainers on the text of multimodal checkpoints: shared as a causal LM's is, and batches with images are not."""
+"""TRL's trainers on multimodal checkpoints: the text and the images of prompts are shared, other images are not."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ import torch
 import trl
 from datasets import Dataset
 from PIL import Image
-from tiny_models import VERSION, Samples, check_equal, gradients, transformers
-from tiny_multimodal import EXACT, IMAGE, QWEN, Pictured, image, marks_of, multimodal_config, multimodal_model
-from tiny_trl import SLOW, VALUE, StockInGroups, batch, both, compare, lora, refused, score, shared, trainer
+from tiny_models import VERSION, Samples, check_equal, transformers
+from tiny_multimodal import IMAGE, Pictured, marks_of, multimodal_model
+from tiny_trl import StockInGroups, batch, both, compare, lora, padded, refused, score, shared, trainer
 from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from flash_attn_dualkv.integrations.trl.regroup import keep_siblings_together
-from flash_attn_dualkv.integrations.trl.trainers import SiblingsTogetherMixin
 
 GRPO = shared.SharedPromptGRPOTrainer
-FAST = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "gemma4", "mllama", "llava", "glm4v", "got_ocr2")
 pytestmark = [
     pytest.mark.usefixtures("restored_registry"),
     pytest.mark.skipif(VERSION < (5, 10), reason="TRL's forward knows other names of backbones"),
@@ -36,55 +34,20 @@ def on_disk(folder: Path, model_type: str, **options: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("model_type", "attention"), [("qwen3_vl", "eager"), ("gemma3", "sdpa"), ("qwen3_5", "sdpa")])
-def test_grpo_equals_stock(model_type: str, attention: str, tmp_path: Path) -> None:
-    """The class that TRL makes of such a checkpoint, with a reference of its own."""
-    path = on_disk(tmp_path, model_type)
-    options = dict(max_steps=2, beta=0.1, model_init_kwargs=dict(dtype="float32", attn_implementation=attention))
-    got, _ = both(GRPO, StockInGroups, path, tmp_path, **options)
-    assert type(got.trainer.model).__name__.endswith("ForConditionalGeneration")
-    assert min(got.metric("dedup_ratio")) > 1.2
+def both_of(model_type: str, folder: Path, attention: str = "sdpa") -> list[Any]:
+    """The stock trainer and ours."""
+    return [trainer(cls, multimodal_model(model_type, attention=attention), folder) for cls in (trl.GRPOTrainer, GRPO)]
 
 
-def test_lora_equals_stock(tmp_path: Path) -> None:
-    options = dict(arguments=dict(peft_config=lora()), beta=0.1, max_steps=2)
-    both(GRPO, StockInGroups, on_disk(tmp_path, "gemma3"), tmp_path, **options)
-
-
-# HunYuan normalizes queries after their rotation: positions that count padding, as TRL's do, are
-# other positions.
-@pytest.mark.parametrize("model_type", [one if one in FAST else SLOW(one) for one in sorted(EXACT - {"hunyuan_vl"})])
-def test_one_forward(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every family whose text is exact in float64, here in the float32 of small gradients."""
-    if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip("another transformers")
-    monkeypatch.setattr(tiny_trl, "GRADIENT", 5e-4)
-    text = multimodal_config(model_type).get_text_config(decoder=True)
-    options = dict(router_aux_loss_coef=0.0) if hasattr(text, "router_aux_loss_coef") else {}
-    stock, ours = (
-        trainer(cls, multimodal_model(model_type, attention="eager"), tmp_path, **options)
-        for cls in (trl.GRPOTrainer, GRPO)
-    )
-    compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
-    assert ours._sharing.tally.calls == 2
-    assert not ours._sharing.tally.fallbacks
-
-
-@pytest.mark.parametrize(("model_type", "mark"), [("gemma3", "token_type_ids"), ("qwen3_vl", "mm_token_type_ids")])
-def test_marks_that_all_tokens_are_text(model_type: str, mark: str, tmp_path: Path) -> None:
+def test_marks_that_all_tokens_are_text(tmp_path: Path) -> None:
     """Processors give them beside the tokens, with and without an image."""
-    stock, ours = (
-        trainer(cls, multimodal_model(model_type, attention="sdpa"), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
-    )
+    stock, ours = both_of("gemma3", tmp_path)
     ids, mask, width = batch([(9, [5, 9, 3]), (12, [1, 7])])
     text = torch.zeros_like(ids)
-    expected, *_ = score(stock, ids, mask, width, **{mark: text})
-    got, *_ = score(ours, ids, mask, width, **{mark: text})
-    check_equal(got, expected, VALUE)
+    compare(stock, ours, ids, mask, width, token_type_ids=text)
     assert not ours._sharing.tally.fallbacks
     text[:, 3] = 1
-    reason, _ = refused(ours, ids, mask, width, **{mark: text})
-    assert reason == "multimodal"
+    assert refused(ours, ids, mask, width, token_type_ids=text)[0] == "multimodal"
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -96,35 +59,23 @@ MIXED = Pictured.random([([(1, 4, 4)], [5, 3]), ([(1, 4, 6), (1, 2, 4)], [3, 1])
 
 def as_trl_gives_them(given: Pictured) -> tuple[tuple[Tensor, Tensor, int], dict[str, Any]]:
     """Padded tokens, and the images of all samples in one tensor."""
-    samples = given.samples
-    left, right = (max(map(len, one)) for one in (samples.prompts, samples.responses))
-    ids, mask = torch.zeros((2, len(samples), left + right), dtype=torch.int64)
-    for row, (prompt, response) in enumerate(zip(samples.prompts, samples.responses)):
-        span = slice(left - len(prompt), left + len(response))
-        ids[row, span], mask[row, span] = torch.tensor(prompt + response), 1
+    ids, mask, width = padded([*zip(given.samples.prompts, given.samples.responses)])
     present = {name: [one for one in values if one is not None] for name, values in given.images.items()}
     counts = [0 if one is None else len(one) for one in given.images["image_grid_thw"]]
     joined = {name: torch.cat(values) for name, values in present.items()}
-    return (ids, mask, right), {**joined, "num_images": counts, "mm_token_type_ids": marks_of(ids)}
+    return (ids, mask, width), {**joined, "num_images": counts, "mm_token_type_ids": marks_of(ids)}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("model_type", [one if one == "qwen3_vl" else SLOW(one) for one in QWEN])
-def test_images_of_prompts_are_shared(
-    model_type: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_prompts_are_shared(attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, of the tower too, whose attention stays what it is; then text again."""
     monkeypatch.setattr(tiny_trl, "GRADIENT", 5e-5)
-    options = dict(num_experts_per_tok=4) if "moe" in model_type else {}
-    stock, ours = (
-        trainer(cls, multimodal_model(model_type, attention=attention, **options), tmp_path)
-        for cls in (trl.GRPOTrainer, GRPO)
-    )
-    padded, images = as_trl_gives_them(MIXED)
+    stock, ours = both_of("qwen3_vl", tmp_path, attention)
+    call, images = as_trl_gives_them(MIXED)
     patches: list[int] = []
     tower = next(one for name, one in ours.model.named_modules() if name.endswith("visual"))
     tower.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
-    compare(stock, ours, *padded, **images)
+    compare(stock, ours, *call, **images)
     assert patches == [16 + 24 + 8] * 2  # of the two groups with images, once each
     assert ours._sharing.tally.calls == 2 and not ours._sharing.tally.fallbacks
     assert ours._sharing.tally.replicated > 1.5 * ours._sharing.tally.tokens
@@ -133,58 +84,15 @@ def test_images_of_prompts_are_shared(
     assert not ours._sharing.tally.fallbacks
 
 
-def test_one_pixel_changed(tmp_path: Path) -> None:
-    """Equal tokens are no equal prompt: each group then has its own image."""
-    stock, ours = (
-        trainer(cls, multimodal_model("qwen3_vl", attention="sdpa"), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
-    )
-    padded, images = as_trl_gives_them(MIXED.take([0, 3, 0, 3]))
-    compare(stock, ours, *padded, **images)
-    before = ours._sharing.take().tokens
-    images["pixel_values"][40, 7] += 1.0  # of the third sample
-    images["pixel_values"][48:64] = images["pixel_values"][32:48]
-    compare(stock, ours, *padded, **images)
-    assert not ours._sharing.tally.fallbacks and ours._sharing.tally.tokens > before
-
-
 def test_images_in_responses_are_stock(tmp_path: Path) -> None:
-    stock, ours = (
-        trainer(cls, multimodal_model("qwen3_vl", attention="sdpa"), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
-    )
+    stock, ours = both_of("qwen3_vl", tmp_path)
     # The same sequences; the second image of a prompt is in its response.
     pairs = zip(MIXED.samples.prompts, MIXED.samples.responses)
     early = Samples(*map(list, zip(*((one[:10], one[10:] + other) for one, other in pairs))))
-    padded, images = as_trl_gives_them(Pictured(early, MIXED.images))
-    reason, got = refused(ours, *padded, **images)
+    call, images = as_trl_gives_them(Pictured(early, MIXED.images))
+    reason, got = refused(ours, *call, **images)
     assert reason == "multimodal"
-    check_equal(got[0], score(stock, *padded, **images)[0], 0.0)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_images_of_other_families_are_stock(attention: str, tmp_path: Path) -> None:
-    """Values and gradients, of the tower too; the next batch of text is shared again."""
-    stock, ours = (
-        trainer(cls, multimodal_model("llava", attention=attention), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
-    )
-    one = image("llava")
-    ids = torch.cat([one["input_ids"].expand(2, -1), torch.tensor([[3, 4, 5], [6, 7, 8]])], 1)
-    call = (ids, torch.ones_like(ids), 3)
-    images = dict(pixel_values=one["pixel_values"].repeat(2, 1, 1, 1), num_images=[1, 1])
-    found = []
-    for made in (stock, ours):
-        made.model.train()
-        logps, *_ = score(made, *call, **images)
-        logps.square().sum().backward()
-        found.append((logps.detach(), gradients(made.model)))
-    (expected, of_stock), (got, own) = found
-    assert torch.equal(got, expected)
-    assert any("vision" in name for name in own) and own.keys() == of_stock.keys()
-    assert all(torch.equal(own[name], of_stock[name]) for name in own)
-    assert ours._sharing.tally.fallbacks == {"multimodal": 1}
-    assert ours.model.config.vision_config._attn_implementation == attention
-    ours._sharing.take()
-    compare(stock, ours, *batch([(9, [5, 9, 3])]))
-    assert not ours._sharing.tally.fallbacks
+    check_equal(got[0], score(stock, *call, **images)[0], 0.0)
 
 
 class Processor(transformers.ProcessorMixin):
@@ -260,24 +168,16 @@ def test_images_move_with_their_samples() -> None:
             assert (pixels == kinds[row]).all()
 
 
-class StockRLOOInGroups(SiblingsTogetherMixin, trl.RLOOTrainer): ...
-
-
-TRAINERS = {
-    "GRPO": (GRPO, StockInGroups),
-    "GRPO, LoRA": (GRPO, StockInGroups),
-    "RLOO": (shared.SharedPromptRLOOTrainer, StockRLOOInGroups),
-}
-
-
-@pytest.mark.parametrize("name", ["GRPO", "GRPO, LoRA", SLOW("RLOO")])
-def test_training_with_images_equals_stock(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [None, lora])
+def test_training_with_images_equals_stock(adapter: Any, tmp_path: Path) -> None:
     """Rollouts of TRL from its images column, divided into micro-batches; siblings are those of an image."""
     arguments = dict(processing_class=Processor(), train_dataset=pictures(), reward_funcs=of_chats)
-    if "LoRA" in name:
-        arguments["peft_config"] = lora()
+    if adapter:
+        arguments["peft_config"] = adapter()
     options = dict(max_steps=2, beta=0.1, gradient_accumulation_steps=2)
-    got, _ = both(*TRAINERS[name], on_disk(tmp_path, "qwen3_vl"), tmp_path, arguments=arguments, **options)
+    multimodal_model("qwen3_vl", attention="sdpa").save_pretrained(tmp_path / "model")
+    got, _ = both(GRPO, StockInGroups, str(tmp_path / "model"), tmp_path, arguments=arguments, **options)
+    assert type(got.trainer.model).__name__.endswith("ForConditionalGeneration") or adapter
     assert min(got.metric("dedup_ratio")) > 1.2
     moved = [one for one, value in got.after.items() if not torch.equal(value, got.before[one])]
-    assert "LoRA" in name or any("visual" in one for one in moved)
+    assert adapter or any("visual" in one for one in moved)

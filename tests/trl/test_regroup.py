@@ -59,16 +59,6 @@ def test_rows_are_permuted_and_whole(sizes: list[int], count: int, seed: int) ->
         assert one["num_items_in_batch"] == 17 and one["ref_per_token_logps"] is None
 
 
-@settings(deadline=None, max_examples=100)
-@given(size=st.integers(1, 6), per_slice=st.integers(1, 3), count=st.integers(1, 5), seed=st.integers(0, 99))
-def test_groups_that_fit_are_whole(size: int, per_slice: int, count: int, seed: int) -> None:
-    rows = [[group, 1] for group in range(per_slice * count) for _ in range(size)]
-    random.Random(seed).shuffle(rows)
-    after = regroup.keep_siblings_together(slices(rows, count))
-    homes = [{tuple(one) for one in part["prompt_ids"].tolist()} for part in after]
-    assert sum(map(len, homes)) == per_slice * count
-
-
 @given(parts=st.integers(2, 4), rows=st.integers(1, 4), groups=st.integers(1, 4))
 def test_groups_larger_than_a_slice_fill_whole_slices(parts: int, rows: int, groups: int) -> None:
     members = iter(range(parts * rows * groups))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import transformers
-from tiny_trl import SLOW, check_runs, model_on_disk, shared, train, trainer
+from tiny_trl import StockInGroups, check_runs, model_on_disk, shared, train, trainer
 
 from flash_attn_dualkv import SharedPrefixPlan
 from flash_attn_dualkv.integrations.transformers import rollout
@@ -28,9 +28,8 @@ def registered() -> Iterator[None]:
     tiny_models.dualkv.unregister_decode()
 
 
-@pytest.mark.parametrize("cls", [shared.SharedPromptGRPOTrainer, SLOW(shared.SharedPromptRLOOTrainer)])
-def test_completions(cls, tmp_path, monkeypatch, registered):
-    """The completions, and all that training makes of them, are those of stock rollouts."""
+def test_completions(tmp_path, monkeypatch, registered):
+    """The completions, and all that training makes of them, are those of the stock trainer, with and without a plan."""
     rollouts: list[list[list[int]]] = []
     tables: list[Any] = []
     stock, update = transformers.GenerationMixin.generate_batch, SharedPrefixPlan.update
@@ -54,13 +53,15 @@ def test_completions(cls, tmp_path, monkeypatch, registered):
         max_steps=2,
     )  # fmt: skip
     model = model_on_disk(tmp_path)
-    expected = train(trainer(cls, model, tmp_path / "out", **options))
-    assert not tables
-    tiny_models.dualkv.register_decode()
-    got = train(trainer(cls, model, tmp_path / "out", **options))
-    check_runs(got, expected)
-    assert sum(got.metric("fallbacks")) == 0
-    assert len(rollouts) == 4 and rollouts[2:] == rollouts[:2] and [*map(len, rollouts)] == [8] * 4
+    expected = train(trainer(StockInGroups, model, tmp_path / "out", **options))
+    for shares_keys in (False, True):
+        assert not tables
+        if shares_keys:
+            tiny_models.dualkv.register_decode()
+        got = train(trainer(shared.SharedPromptGRPOTrainer, model, tmp_path / "out", **options))
+        check_runs(got, expected)
+        assert sum(got.metric("fallbacks")) == 0
+    assert rollouts == rollouts[:2] * 3 and [*map(len, rollouts)] == [8] * 6
     assert len(tables) >= 2 * 7
     # Prompts of 19 words: their first page is one for the 4 completions.
     assert any(len({row[0] for row in table}) < len(table) == 8 for table in tables)

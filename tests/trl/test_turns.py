@@ -12,8 +12,19 @@ import torch
 import trl
 from hybrid_models import HYBRIDS, KINDS, hybrid_model
 from tiny_models import tiny_model
-from tiny_trl import StockInGroups, batch, check_runs, compare, model_on_disk, score, shared, train, trainer
-from torch import Tensor
+from tiny_trl import (
+    StockInGroups,
+    batch,
+    check_runs,
+    compare,
+    drawing,
+    model_on_disk,
+    padded,
+    score,
+    shared,
+    train,
+    trainer,
+)
 
 from flash_attn_dualkv import group_by_prefix
 
@@ -24,12 +35,7 @@ LEAST = 4  # tokens that a node must save here
 
 def rollouts(prompts: int = 2) -> list[tuple[list[int], list[int]]]:
     """(prompt, completion) of three steps of a dialogue, the last one tried again, and all of it in one completion."""
-    source = torch.Generator().manual_seed(6)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(3, 90, (count,), generator=source).tolist()
-
-    found = []
+    tokens, found = drawing(6), []
     for index in range(prompts):
         prompt = context = tokens(30 - 5 * index)
         for turn in range(3):
@@ -40,22 +46,11 @@ def rollouts(prompts: int = 2) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def padded(samples: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, int]:
-    """input_ids, attention_mask and the width of the completions, as TRL pads them."""
-    left, right = (max(len(one[side]) for one in samples) for side in (0, 1))
-    ids, mask = torch.zeros((2, len(samples), left + right), dtype=torch.int64)
-    for row, (prompt, completion) in enumerate(samples):
-        span = slice(left - len(prompt), left + len(completion))
-        ids[row, span] = torch.tensor([*prompt, *completion])
-        mask[row, span] = 1
-    return ids, mask, right
-
-
 def tokens_run(made: Any) -> int:
     return int(made._sharing.take().tokens)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mixtral", *KINDS[:1]])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", *KINDS[:1]])
 def test_dialogues(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token of the tree is run once, every completion is scored at its own rows."""
     make = hybrid_model if family in HYBRIDS else tiny_model
@@ -92,11 +87,7 @@ def test_prompts_alone(tmp_path: Path) -> None:
 
 def agent(prompts: list[str], made: Any) -> dict[str, Any]:
     """Rollouts of three turns, of which the first two are alike in half of a prompt's completions."""
-    source = torch.Generator().manual_seed(7 + made.state.global_step)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(3, 90, (count,), generator=source).tolist()
-
+    tokens = drawing(7 + made.state.global_step)
     ids = made.processing_class(prompts)["input_ids"]
     completions, masks = [], []
     begins: dict[tuple[str, int], list[int]] = {}
