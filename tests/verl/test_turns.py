@@ -13,7 +13,7 @@ pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md"
 import torch
 import verl_rig
 from verl.utils import tensordict_utils as tu
-from verl_inputs import Case, Found, Model, worker_input
+from verl_inputs import Case, Found, worker_input
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, Turns, case, check_shared, run_beside
 
 from flash_attn_dualkv import group_by_prefix
@@ -22,26 +22,15 @@ from flash_attn_dualkv.integrations.verl.micro_batches import grouped_micro_batc
 
 TURNS = Turns(prompts=2, responses=6, prompt_tokens=48, response_tokens=24, trained=0.7, shuffled=True)
 SHORT_NODES = f"{MODEL}.shared_prompt_min_shared=4"
-# verl patches the model's class, for as long as the process lives: of no other case.
-FUSED: dict[str, Any] = dict(engine="fsdp", model=Model("qwen2"))
 ONE_RANK = [
     case("dynamic", tokens=2000, batch=TURNS, updates=3),
     case("short nodes", SHORT_NODES, tokens=2000, batch=TURNS),
     case("over the budget", SHORT_NODES, tokens=250, batch=TURNS),
-    case("dynamic, v0", SHORT_NODES, tokens=300, batch=TURNS, trainer="v0"),
-    case("fixed", SHORT_NODES, micro=6, batch=TURNS),
-    case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", SHORT_NODES,
-         tokens=300, batch=TURNS),
-    case("two optimizer steps", SHORT_NODES, tokens=2000, batch=TURNS, minis=2),
-    case("entropy, KL and a fused head", f"{ACTOR}.entropy_coeff=0.1", f"{ACTOR}.use_kl_loss=True",
-         "actor_rollout_ref.model.use_fused_kernels=True", SHORT_NODES, tokens=2000, batch=TURNS, **FUSED),
-    case("padded row", SHORT_NODES, f"{ACTOR}.pad_to_length=True", f"{ACTOR}.fsdp_config.pad_to_length_bucket=64",
-         tokens=300, batch=TURNS),
+    case("fixed, v0", SHORT_NODES, micro=6, batch=TURNS, trainer="v0"),
+    case("two optimizer steps", SHORT_NODES, f"{ACTOR}.entropy_coeff=0.1", tokens=2000, batch=TURNS, minis=2),
+    case("prompts alone", f"{MODEL}.shared_prompt_min_shared=", tokens=2000, batch=TURNS),
     case("critic", "+critic.model.override_config.shared_prompt_min_shared=4", role="critic", tokens=300, batch=TURNS),
 ]  # fmt: skip
-PROMPTS_ALONE = [
-    case("prompts alone", f"{MODEL}.shared_prompt_min_shared=", tokens=2000, batch=TURNS),
-]
 TWO_RANKS = [
     case("2 ranks", SHORT_NODES, tokens=250, batch=TURNS),
     case("Ulysses", SHORT_NODES, sp=2, tokens=200, batch=TURNS),
@@ -55,8 +44,7 @@ def ours(one: Case) -> Case:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
-    cases = [*ONE_RANK, *PROMPTS_ALONE]
-    return run_beside(cases, [*map(ours, cases)])
+    return run_beside(ONE_RANK, [*map(ours, ONE_RANK)])
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +54,12 @@ def two_ranks() -> dict[str, Found]:
 
 @pytest.mark.parametrize("name", [one.name for one in ONE_RANK])
 def test_one_rank(one_rank: dict[str, Found], name: str) -> None:
-    check_shared(one_rank[name], one_rank[f"ours, {name}"], 1.8)
+    check_shared(one_rank[name], one_rank[f"ours, {name}"], 1.0 if name == "prompts alone" else 1.8)
 
 
 @pytest.mark.parametrize("name", [one.name for one in TWO_RANKS])
 def test_two_ranks(two_ranks: dict[str, Found], name: str) -> None:
     check_shared(two_ranks[name], two_ranks[f"ours, {name}"], 1.8)
-
-
-@pytest.mark.parametrize("name", [one.name for one in PROMPTS_ALONE])
-def test_prompts_alone(one_rank: dict[str, Found], name: str) -> None:
-    check_shared(one_rank[name], one_rank[f"ours, {name}"], 1.0)
 
 
 @pytest.mark.parametrize(("name", "least"), [("dynamic", 64), ("short nodes", 4)])
