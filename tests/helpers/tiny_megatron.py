@@ -50,6 +50,7 @@ _LATENT = dict(
     num_query_groups=4, qk_layernorm=True, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8,
     v_head_dim=16, kv_channels=16, rotary_scaling_factor=4.0, original_max_position_embeddings=16,
 )  # fmt: skip
+RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,8 @@ def test_equals_each_sequence_alone(kind: str, batch: str) -> None:
 
 
 RECOMPUTATIONS: dict[str, dict[str, Any]] = {
-    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    "block": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "full": tiny.RECOMPUTED,
     "attention": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
-    "mlp": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
 }
 
 
@@ -65,32 +63,27 @@ def test_recomputation(kind: str, recomputation: str) -> None:
 
 
 def test_heads_in_chunks_temperature_and_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequences, batch = tiny.tree()
+    _, batch = tiny.tree()
     model = tiny_chunk("gqa, q/k norm", tiny_config("gqa, q/k norm"))
     megatron.install(model)
-    logits = model(
-        batch.input_ids[None], None, None, packed_seq_params=megatron.SharedPackedSeqParams(batch)
-    )[0, batch.token_index]  # fmt: skip
-    wanted = (logits / 0.7).log_softmax(-1)
+
+    def logits() -> torch.Tensor:
+        return model(batch.input_ids[None], None, None, packed_seq_params=megatron.SharedPackedSeqParams(batch))
+
+    wanted = (logits()[0, batch.token_index] / 0.7).log_softmax(-1)
     loss = (wanted.gather(-1, batch.targets[:, None])[:, 0] - 0.3 * (wanted.exp() * wanted).sum(-1)).square().sum()
     loss.backward()
     expected = gradients(model)
 
     monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", 5 * tiny.VOCABULARY)
-    for scores in (
-        megatron.shared_prompt_forward(model, batch, temperature=0.7, with_entropy=True),
-        megatron.score_logits(
-            model(batch.input_ids[None], None, None, packed_seq_params=megatron.SharedPackedSeqParams(batch)),
-            batch,
-            temperature=0.7,
-            with_entropy=True,
-        ),
+    options: dict[str, Any] = dict(temperature=0.7, with_entropy=True)
+    for logps, entropy in (
+        megatron.shared_prompt_forward(model, batch, **options),
+        megatron.score_logits(logits(), batch, **options),
     ):
-        logps, entropy = scores
         check_close(logps.detach(), wanted.gather(-1, batch.targets[:, None])[:, 0].detach(), VALUE)
         (logps + 0.3 * entropy).square().sum().backward()
         check_gradients(gradients(model), expected, GRADIENT)
-    assert sequences.tokens
 
 
 class _ValueHead(torch.nn.Linear):

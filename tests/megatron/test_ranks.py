@@ -49,40 +49,24 @@ class Setup:
 
 SETUPS = {
     "tp 2, pp 2": Setup("gqa, q/k norm", 2, 2),
-    "tp 2, sp, pp 2, recompute": Setup(
-        "sinks", 2, 2, sequence=True,
-        config=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    ),
+    "tp 2, sp, pp 2, recompute": Setup("sinks", 2, 2, sequence=True, config=tiny.RECOMPUTED),
     "tp 4, sp, fewer groups": Setup("query groups of 1", 4, sequence=True),
     "pp 2, vpp 2, dp 2": Setup("windows and full", 1, 2, 2, distributed=True),
     "tp 2, sp, experts": Setup("experts, sigmoid, shared", 2, sequence=True),
-    "ep 2, dp 2": Setup("experts", experts=dict(expert_model_parallel_size=2)),
     "ep 4, expert bias": Setup("experts, sigmoid, shared", experts=dict(expert_model_parallel_size=4)),
     "ep 2, pp 2, latent": Setup("latent, yarn, experts", pipeline=2, experts=dict(expert_model_parallel_size=2)),
-    "ep 2, tp 2, sp": Setup(
-        "experts, sigmoid, shared", 2, sequence=True,
-        experts=dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1),
-    ),
     "ep 2, tp 2, sp, divided experts": Setup(
         "experts", 2, sequence=True, experts=dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     ),
-    "ep 2, cp 2": Setup("experts", context=2, experts=dict(expert_model_parallel_size=2)),
     "ep 2, cp 2, replayed": Setup("experts", context=2, experts=dict(expert_model_parallel_size=2), replays=True),
     "cp 2, tp 2, sp, replayed": Setup("experts", 2, sequence=True, context=2, replays=True),
     "tp 2, sp, pp 2, latent": Setup("latent, yarn", 2, 2, sequence=True),
-    "tp 2, pp 2, latent": Setup("latent, yarn", 2, 2),
     "tied, tp 2, pp 2": Setup("tied", 2, 2),
     "mrope, tp 2, pp 2": Setup("mrope", 2, 2, sequence=True),
     "cp 4": Setup("windows and full", context=4),
     "cp 2, dp 2, learned positions": Setup("multi-head, biases, gpt 2", context=2, distributed=True),
-    "cp 2, tp 2": Setup("gqa, q/k norm", 2, context=2),
-    "cp 2, tp 2, sp, recompute": Setup(
-        "sinks", 2, sequence=True, context=2,
-        config=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    ),
-    "cp 2, pp 2": Setup("tied", pipeline=2, context=2),
+    "cp 2, tp 2, sp, recompute": Setup("sinks", 2, sequence=True, context=2, config=tiny.RECOMPUTED),
     "cp 2, dp 2, latent": Setup("latent, yarn, experts", context=2),
-    "cp 2, tp 2, sp, experts": Setup("experts, sigmoid, shared", 2, sequence=True, context=2),
     "cp 2, yarn, losses with tokens": Setup("yarn", context=2, loss="tokens"),
     "cp 4, losses by token": Setup(
         "half rotary, interleaved, llama 3 scaling", context=4, loss="by token",

@@ -113,31 +113,31 @@ class _OtherSelfAttention(SelfAttention):
         return super().forward(*args, **kwargs)
 
 
-def test_unknown_layers() -> None:
+LINEAR = torch.nn.Linear(2, 2)
+OTHERS: dict[str, tuple[str, str, Any]] = {  # by what the message names: the module, its attribute and another value
+    "layers.1.self_attention.core_attention.*_OtherAttention": (
+        "decoder.layers.1.self_attention.core_attention", "__class__", _OtherAttention,
+    ),
+    "layers.0.self_attention.*Linear": ("decoder.layers.0", "self_attention", LINEAR),
+    "layers.0.self_attention.*_OtherSelfAttention": (
+        "decoder.layers.0.self_attention", "__class__", _OtherSelfAttention,
+    ),
+    "layers.0.cross_attention": ("decoder.layers.0", "cross_attention", LINEAR),
+    "decoder.layers.2.*TransformerLayer.*Linear": ("decoder.layers", "2", LINEAR),
+    "rotary_pos_emb.*OtherRotary": ("", "rotary_pos_emb", type("OtherRotary", (torch.nn.Module,), {})()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_unknown_layers(message: str) -> None:
+    place, name, other = OTHERS[message]
     model = chunk()
-    model.decoder.layers[1].self_attention.core_attention.__class__ = _OtherAttention
-    with pytest.raises(SharedPromptUnsupportedError, match="layers.1.self_attention.core_attention.*_OtherAttention"):
+    setattr(model.get_submodule(place), name, other)
+    with pytest.raises(SharedPromptUnsupportedError, match=message):
         shared.install(model)
-    model = chunk()
-    model.decoder.layers[0].self_attention = torch.nn.Linear(2, 2)
-    with pytest.raises(SharedPromptUnsupportedError, match="layers.0.self_attention.*Linear"):
-        shared.install(model)
-    model = chunk()
-    model.decoder.layers[0].self_attention.__class__ = _OtherSelfAttention
-    with pytest.raises(SharedPromptUnsupportedError, match="layers.0.self_attention.*_OtherSelfAttention"):
-        shared.install(model)
-    model = chunk()
-    model.decoder.layers[0].cross_attention = torch.nn.Linear(2, 2)
-    with pytest.raises(SharedPromptUnsupportedError, match="layers.0.cross_attention"):
-        shared.install(model)
-    model = chunk()
-    model.decoder.layers.append(torch.nn.Linear(2, 2))
-    with pytest.raises(SharedPromptUnsupportedError, match="decoder.layers.2.*TransformerLayer.*Linear"):
-        shared.install(model)
-    model = chunk()
-    model.rotary_pos_emb = type("OtherRotary", (torch.nn.Module,), {})()
-    with pytest.raises(SharedPromptUnsupportedError, match="rotary_pos_emb.*OtherRotary"):
-        shared.install(model)
+
+
+def test_a_model_without_layers() -> None:
     with pytest.raises(SharedPromptUnsupportedError, match="one GPTModel in each chunk, got 0: Linear"):
         shared.install(torch.nn.Linear(2, 2))
 

@@ -31,7 +31,6 @@ from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
 
 KINDS = ("experts", "experts, sigmoid, shared", "latent, yarn, experts")
 BATCHES = {"prompts": tiny.prompts_and_responses, "tree": tiny.tree}
-RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +73,7 @@ def test_replayed_routes(kind: str, batch: str, layers: int) -> None:
     expected = replayed_alone(model, sequences, routes)
     (expected * weights_of(len(expected))).sum().backward()
     expected_gradients = gradients(model)
-    for options in ({}, RECOMPUTED):
+    for options in ({}, tiny.RECOMPUTED):
         RouterReplay.clear_global_router_replay_instances()
         model = chunk(kind, **options)
         megatron.install(model)
