@@ -54,8 +54,7 @@ class Unusual(Batch):
 
     Attributes:
         extra: "temperatures" of each sample, "images" beside its text that no model looks at, "pictures" in every
-            second prompt, "twins" that are such prompts of equal tokens and pictures that differ in a pixel, "late"
-            pictures in responses, "stretched" position ids, in the last row of a sample.
+            second prompt, "late" pictures in responses, "stretched" position ids, in the last row of a sample.
         position_rows: of position ids; verl has several where the processor knows of images.
     """
 
@@ -64,8 +63,6 @@ class Unusual(Batch):
 
     def samples(self, vocabulary: int) -> list[Sample]:
         found = super().samples(vocabulary)
-        if self.extra == "twins":
-            found = [one._replace(prompt=found[0].prompt) for one in found]
         return [self.changed(one, index / (len(found) - 1)) for index, one in enumerate(found)]
 
     def changed(self, sample: Sample, place: float) -> Sample:
@@ -79,13 +76,11 @@ class Unusual(Batch):
             others["temperature"] = torch.tensor(0.7 + 0.6 * place)
         if self.extra == "images":
             others["multi_modal_inputs"] = {"grid": torch.ones(1)}
-        if self.extra in ("pictures", "twins", "late"):
+        if self.extra in ("pictures", "late"):
             others["multi_modal_inputs"] = {}
-            number = int(sample.uid.removeprefix("prompt"))
-            if number % 2 or self.extra == "twins":
+            if int(sample.uid.removeprefix("prompt")) % 2:
                 source = torch.Generator().manual_seed(0)
                 grid, values = torch.tensor([[1, 4, 4]]), torch.randn(PATCHES, PATCH_VALUES, generator=source)
-                values[7, 5] += number * (self.extra == "twins")
                 others["multi_modal_inputs"] = {"pixel_values": values, "image_grid_thw": grid}
                 sample = sample._replace(prompt=sample.prompt.clone(), response=sample.response.clone())
                 begin = len(sample.prompt) if self.extra == "late" else 1
