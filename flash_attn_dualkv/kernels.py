@@ -111,7 +111,7 @@ def warn_without_kernels() -> None:
 
 
 def is_deterministic(deterministic: bool) -> bool:
-    """Whether gradients must be bit-identical, by argument, PyTorch's setting or environment."""
+    """True if gradients must be bit-identical, by argument, PyTorch's setting or environment."""
     return (
         deterministic
         or torch.are_deterministic_algorithms_enabled()
@@ -149,7 +149,7 @@ def code_for(device: int, archs: Sequence[str], ptx: str) -> str:
 
 @functools.cache
 def has_code(device: int) -> bool:
-    """Whether there are kernels that a GPU runs; PyTorch calls those of ROCm CUDA devices, too."""
+    """True if there are kernels that a GPU runs; PyTorch calls those of ROCm CUDA devices, too."""
     build = build_info()
     if build["ptx"] is None or torch.version.hip is not None:
         return False
@@ -190,7 +190,7 @@ def scratch(size: int, beside: Tensor) -> torch.UntypedStorage:
 
 
 def _library_call(call: ForwardCall | BackwardCall, device: int, deterministic: bool) -> tuple[Any, ...]:
-    """What both directions hand over; copies and scratch live until the launch."""
+    """Arguments that both directions hand over; copies and scratch live until the launch."""
     is_half = call.q.dtype == torch.float16
     asked = device, current_stream(device), is_half, inputs_of(call), call.nodes, call.options, deterministic
     return asked, copied, scratch
@@ -365,7 +365,7 @@ def launch_counts() -> dict[str, int]:
 
 
 class BuildInfo(TypedDict):
-    """What `build_info` tells. What was built is empty or None where there are no kernels.
+    """Answer of `build_info`. What was built is empty or None where there are no kernels.
 
     version: of this package. installation: "package" (of a wheel or by pip), or "checkout" where
     Python imports the source folder. compiled: whether the CUDA kernels are there.
@@ -396,7 +396,7 @@ class BuildInfo(TypedDict):
 
 
 def build_info() -> BuildInfo:
-    """What this installation is; paste it into bug reports."""
+    """Description of this installation; paste it into bug reports."""
     module, error = load()
     built: dict[str, str] = {} if module is None else dict(pairs(module.build_info()))
 
@@ -437,7 +437,7 @@ def max_head_dim(device: torch.device) -> int:
 
 
 def kernels_lack(head_dims: Iterable[int], softcap: float, device: torch.device) -> str | None:
-    """What a device's kernels lack for these head dimensions and this softcap; None if they have all."""
+    """Requirement that a device's kernels lack for these head dimensions and this softcap; None if they have all."""
     if not is_kernel_softcap(softcap):
         return f"a softcap of {softcap}"
     most = max_head_dim(device)

@@ -20,12 +20,12 @@ from .calls import DecodeCall, Step
 
 
 def have_values(tensors: Iterable[object]) -> bool:
-    """Whether no compiler traces the tensors: they have values."""
+    """True if no compiler traces the tensors: they have values."""
     return not torch.compiler.is_compiling() and not any(isinstance(one, FakeTensor) for one in tensors)
 
 
 def are_checked(like: Tensor) -> bool:
-    """Whether contents are looked at where this tensor is."""
+    """True if contents are looked at where this tensor is."""
     return have_values((like,)) and (not like.is_cuda or ops.checks_values())
 
 

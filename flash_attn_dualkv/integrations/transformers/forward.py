@@ -167,7 +167,7 @@ def shared_prompt_logits(
     drop_unread: bool = True,
     share_lora_dropout: bool = False,
 ) -> tuple[Tensor, ...]:
-    """What a function makes of the logits of some rows, a chunk of them at a time; without gradients.
+    """Values that a function makes of the logits of some rows, a chunk of them at a time; without gradients.
 
     For scores that `shared_prompt_forward` does not give: whether a token is the most likely one, a teacher's top k.
 

@@ -33,7 +33,7 @@ BOTH_WAYS = frozenset(("gemma3", "gemma4", "gemma4_unified", "paligemma", "shiel
 
 
 class Medium(NamedTuple):
-    """What a model calls the inputs of a kind of image."""
+    """Names of a model's inputs for a kind of image."""
 
     pixels: str
     grids: str
@@ -76,7 +76,7 @@ def check_images(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def row_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout | None = None) -> dict[str, Any]:
-    """What a forward of a model takes of a packed batch, images included.
+    """Inputs of a model's forward for a packed batch, images included.
 
     Args:
         model: a causal LM of transformers, wrapped or not.
@@ -129,7 +129,7 @@ def _divided_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout)
 
 
 def _is_marked(causal_lm: Any) -> bool:
-    """Whether a model of text and images is told which tokens are which, as some require in training mode."""
+    """True if a model of text and images is told which tokens are which, as some require in training mode."""
     parameters = inspect.signature(type(causal_lm).forward).parameters
     return "mm_token_type_ids" in parameters and bool(tower_configs(causal_lm.config))
 

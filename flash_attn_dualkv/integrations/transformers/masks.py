@@ -74,7 +74,7 @@ class DeferredMask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is a causal mask; transformers makes bidirectional ones through the same function."""
+        """True if it is a causal mask; transformers makes bidirectional ones through the same function."""
         return "allow_is_bidirectional_skip" not in self._arguments
 
     def build(self) -> Tensor | None:
@@ -183,7 +183,7 @@ def _functions(values: dict[str, Any]) -> list[Callable[..., Any]]:
 
 
 def _is_without_blocks(function: Callable[..., Any]) -> bool:
-    """Whether a function shows the tokens of a block to each other and there is no block: all are text, -1."""
+    """True if a function shows the tokens of a block to each other and there is no block: all are text, -1."""
     blocks = closure_of(function).get("block_sequence_ids")
     return isinstance(blocks, Tensor) and not (blocks >= 0).any()
 
@@ -223,7 +223,7 @@ def marked(mask: Any) -> Any:
 
 
 def is_marked(mask: Any) -> bool:
-    """Whether a mask, or what it is a view of, has this mark."""
+    """True if a mask, or what it is a view of, has this mark."""
     return isinstance(mask, Tensor) and hasattr(_whole(mask), "dualkv_made")
 
 
@@ -232,12 +232,12 @@ def _whole(tensor: Tensor) -> Any:
 
 
 def _has_past(arguments: dict[str, Any]) -> bool:
-    """Whether there are more keys than queries: a cache, in which layers may count on before the mask is built."""
+    """True if there are more keys than queries: a cache, in which layers may count on before the mask is built."""
     queries = arguments.get("q_length")  # missing in older versions
     return bool(arguments["kv_length"] != (len(arguments["cache_position"]) if queries is None else queries))
 
 
 def _is_skipped(arguments: dict[str, Any]) -> bool:
-    """Whether sdpa_mask builds nothing of T x T elements: of one plainly causal sequence, unless it is compiled."""
+    """True if sdpa_mask builds nothing of T x T elements: of one plainly causal sequence, unless it is compiled."""
     is_plain = arguments["mask_function"] is causal_mask_function and arguments.get("local_size") is None
     return is_plain and bool(arguments.get("allow_is_causal_skip", True)) and not torch.compiler.is_compiling()

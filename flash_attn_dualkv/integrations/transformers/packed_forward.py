@@ -30,7 +30,7 @@ LAYOUT = "shared_prompt_layout"
 
 @dataclass(frozen=True)
 class PackedRow:
-    """What a forward takes.
+    """A packed row as a forward takes it.
 
     Attributes:
         causal_lm: the transformers model.

@@ -75,17 +75,17 @@ def late_layers(decoder: Any) -> list[Any]:
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """Whether the forward of a module's class is none of transformers, also in what is wrapped around it."""
+    """True if the forward of a module's class is none of transformers, also in what is wrapped around it."""
     return _is_foreign(inspect.unwrap(type(module).forward, stop=_is_foreign))
 
 
 def _is_foreign(function: Any) -> bool:
-    """Whether a function is none of transformers, whatever it was named after."""
+    """True if a function is none of transformers, whatever it was named after."""
     return not str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers.")
 
 
 def _is_watched(causal_lm: Any, early: Iterable[nn.Module]) -> bool:
-    """Whether a hook on a module may read rows that are to leave, or their gradients; early layers have them all."""
+    """True if a hook on a module may read rows that are to leave, or their gradients; early layers have them all."""
     skipped = {causal_lm.get_input_embeddings(), *early}
     pending: list[nn.Module] = [causal_lm]
     while pending:

@@ -69,5 +69,5 @@ def already_gathered(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _gathers(hook: Any) -> bool:
-    """Whether it is DeepSpeed's: closures, which nothing but where they are from tells from other hooks."""
+    """True if it is DeepSpeed's: closures, which nothing but where they are from tells from other hooks."""
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")

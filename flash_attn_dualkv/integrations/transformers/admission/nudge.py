@@ -78,7 +78,7 @@ def _homes(name: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _is_trained(value: Any) -> bool:
-    """Whether it is a parameter of numbers that is here and trained; FSDP 1's views of parameters do not say."""
+    """True if it is a parameter of numbers that is here and trained; FSDP 1's views of parameters do not say."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel() or value.is_meta:
         return False
     is_own = not isinstance(value, nn.Parameter) or value.requires_grad

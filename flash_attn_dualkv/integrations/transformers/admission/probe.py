@@ -71,7 +71,7 @@ Watcher = Callable[[str, nn.Module, Any], None]
 
 
 def is_trying() -> bool:
-    """Whether this thread runs a trial: its forwards need not be tried."""
+    """True if this thread runs a trial: its forwards need not be tried."""
     return _trying.get()
 
 
@@ -243,7 +243,7 @@ class Trial:
         raise FirstUseError(explain("hidden states of the model", expected, got) + ADVICE)
 
     def _agreed(self, flag: bool) -> bool:
-        """Whether a condition holds on any rank that runs the same forwards, so that all run equally many."""
+        """True if a condition holds on any rank that runs the same forwards, so that all run equally many."""
         if not (dist.is_available() and dist.is_initialized()):
             return flag
         value = torch.tensor(float(flag), device=self.device)

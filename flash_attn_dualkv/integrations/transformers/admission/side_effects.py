@@ -146,7 +146,7 @@ def _variables(model: nn.Module) -> Iterator[tuple[Any, Callable[[Any], None]]]:
 
 
 def comes_from(hook: Any, packages: tuple[str, ...]) -> bool:
-    """Whether a hook is of one of some packages, whose names end with a point."""
+    """True if a hook is of one of some packages, whose names end with a point."""
     function = function_of(hook)
     is_function = isinstance(function, (types.FunctionType, types.MethodType))
     return _is_of(function if is_function else type(function), packages)

@@ -118,7 +118,7 @@ def kernels_lack(config: Any) -> str | None:
 
 
 def is_hybrid(config: Any) -> bool:
-    """Whether a supported model has layers that carry something along the sequence, beside attention."""
+    """True if a supported model has layers that carry something along the sequence, beside attention."""
     return family_of(text_config(config)) is not None
 
 
@@ -225,7 +225,7 @@ def media_among(inputs: Mapping[str, Any]) -> list[str]:
 
 
 def is_mark_of_text(name: str, value: Any) -> bool:
-    """Whether an input says which tokens are text, and that all of them are: 0."""
+    """True if an input says which tokens are text, and that all of them are: 0."""
     return name.endswith("token_type_ids") and isinstance(value, Tensor) and not value.any()
 
 

@@ -91,7 +91,7 @@ def tower_names(model: Any) -> tuple[str, ...]:
 
 
 def holds(module: nn.Module, other: nn.Module) -> bool:
-    """Whether a module is another one, or contains it."""
+    """True if a module is another one, or contains it."""
     return any(part is other for part in module.modules())
 
 
@@ -109,7 +109,7 @@ def lock_of(causal_lm: nn.Module) -> threading.RLock:
 
 
 def is_elsewhere(thread: int) -> bool:
-    """Whether this runs in another thread. Compilers cannot trace the question, and trace in one thread."""
+    """True if this runs in another thread. Compilers cannot trace the question, and trace in one thread."""
     return not torch.compiler.is_compiling() and threading.get_ident() != thread
 
 
@@ -133,7 +133,7 @@ def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Ca
 
 
 def is_plain(forward: Any, model: nn.Module) -> bool:
-    """Whether a forward is the method of the model's class, with nothing around it."""
+    """True if a forward is the method of the model's class, with nothing around it."""
     return getattr(forward, "__func__", None) is type(model).forward
 
 
@@ -155,7 +155,7 @@ def kept_outputs(module: nn.Module) -> Iterator[list[Any]]:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether a causal LM answers with something else than its own output."""
+    """True if a causal LM answers with something else than its own output."""
     return isinstance(module.__dict__.get("forward"), _Replacement)
 
 
@@ -190,7 +190,7 @@ class _Replacement:
 
 
 def is_adapter_layer(kind: Any) -> bool:
-    """Whether modules of a class are PEFT's layers: there it is a property, of transformers' models a method."""
+    """True if modules of a class are PEFT's layers: there it is a property, of transformers' models a method."""
     return isinstance(getattr(kind, "disable_adapters", None), property)
 
 

@@ -63,7 +63,7 @@ class Family:
 
     @property
     def is_global(self) -> bool:
-        """Whether the functions are global names of the file: its own, whatever package may stand behind them."""
+        """True if the functions are global names of the file: its own, whatever package may stand behind them."""
         return all(_is_own(self.file, name) for name in self.functions)
 
     def refusal(self) -> tuple[str, str] | None:
@@ -125,12 +125,12 @@ def mixers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Whether a module is of a class of that name. Its own class may be FSDP2's, derived from the model's."""
+    """True if a module is of a class of that name. Its own class may be FSDP2's, derived from the model's."""
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def _is_own(file: types.ModuleType, name: str) -> bool:
-    """Whether a file has a function of its own under a name; others are imported, and None where a package lacks."""
+    """True if a file has a function of its own under a name; others are imported, and None where a package lacks."""
     function = stock_of(getattr(file, name, None))
     # With the package kernels, such functions are modules, which it may let run something else.
     is_replaceable = isinstance(function, nn.Module) and hasattr(function, "kernel_layer_name")
