@@ -276,7 +276,10 @@ def test_hostile_command_lines(command: Any, arguments: str, message: str, capsy
 
 def test_the_documented_commands(capsys: pytest.CaptureFixture[str]) -> None:
     pages = [path.read_text("utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
-    commands = re.findall(r"python -m flash_attn_dualkv\.predict ([^`\n]*)", "\n".join([predict.__doc__ or "", *pages]))
+    in_text = [
+        command for page in pages for command in re.findall(r"`python -m flash_attn_dualkv\.predict (-[^`]*)`", page)
+    ]
+    commands = [*in_text, *re.findall(r"python -m flash_attn_dualkv\.predict (.*)", predict.__doc__ or "")]
     assert len(commands) >= 3
     for command in commands:
         assert predict.main(command.split()) == 0
