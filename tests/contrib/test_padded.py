@@ -11,9 +11,7 @@ import pytest
 import torch
 import transformers
 from processes import run_ranks, start_deepspeed
-from tiny_models import Samples, lose_a_layout, replicated_logps, tiny_model
-
-from flash_attn_dualkv.errors import SharedPromptError, SharedPromptLayoutError
+from tiny_models import Samples, replicated_logps, tiny_model
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -86,17 +84,6 @@ def test_what_cannot_share_is_the_trainers(name: str, caplog: pytest.LogCaptureF
     assert scores.tally.calls == 5 and "Prompts are shared" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_of_zeros_and_ones(dtype: torch.dtype) -> None:
-    model, (ids, mask, scored) = tiny_model("qwen3", attention="sdpa"), _padded(_SHARED)
-    found = []
-    for one in (mask, mask.to(dtype)):
-        scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
-        found.append(scores.score(model, ids, one, scored))
-        assert not scores.tally.fallbacks
-    assert torch.equal(found[0][0], found[1][0])
-
-
 def test_tokens_beside_padding_are_the_trainers() -> None:
     """The stock forward scores a token behind a gap by the row of the gap."""
     ids, mask, scored = _padded(_SHARED)
@@ -104,17 +91,6 @@ def test_tokens_beside_padding_are_the_trainers() -> None:
     scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
     assert scores.score(tiny_model("qwen3", attention="sdpa"), ids, mask, scored) is None
     assert scores.tally.fallbacks == {"samples": 1}
-
-
-def test_mistakes_are_errors() -> None:
-    scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
-    ids, mask, scored = _padded(_SHARED)
-    with pytest.raises(SharedPromptError, match="token ids below"):
-        scores.score(tiny_model("qwen3", attention="sdpa"), ids + 1000, mask, scored)
-    model = tiny_model("qwen3")
-    lose_a_layout(model)
-    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers"):
-        scores.score(model, ids, mask, scored)
 
 
 def test_the_type_that_a_forward_computes_in() -> None:
