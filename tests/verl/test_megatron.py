@@ -72,27 +72,21 @@ DEEP: dict[str, Any] = dict(sp=2, model=Model(layers=4))
 EQUAL = [
     case("dynamic", updates=3),
     case("fixed, v0, several prompts, any order", micro=4, trainer="v0", batch=UNEQUAL),
-    case("dynamic, several prompts, any order", tokens=150, batch=UNEQUAL),
     case("a group over the budget", tokens=100),
     case("two optimizer steps", batch=Batch(prompts=4), minis=2),
-    case("entropy in the loss", f"{ACTOR}.entropy_coeff=0.1"),
-    case("KL in the loss", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"),
+    case("entropy and KL", f"{ACTOR}.entropy_coeff=0.1", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"),
     case("rounded up", f"{ENGINE}.pad_to_length=True", f"{ENGINE}.pad_to_length_bucket=64"),
     case("recomputed", *RECOMPUTED),
     case("agents", tokens=400, batch=Turns(responses=4)),
     case("reference", role="ref"),
     case("critic", role="critic", updates=3),
-    case("critic, fixed, v0", role="critic", micro=4, trainer="v0"),
 ]
 EQUAL_RANKS = [
     case("2 ranks", batch=UNEQUAL, updates=3),
-    case("tensor", *divided("tensor"), sp=2),
     case("tensor, fixed", *divided("tensor"), sp=2, micro=4, batch=UNEQUAL),
-    case("tensor, critic", "critic.megatron.tensor_model_parallel_size=2", sp=2, role="critic"),
     case("pipeline", *divided("pipeline"), sp=2, tokens=100),
     case("pipeline, critic", "critic.megatron.pipeline_model_parallel_size=2", sp=2, role="critic"),
     case("virtual stages", *virtual(), tokens=1000, updates=3, **DEEP),
-    case("virtual stages, several prompts, any order", *virtual(), tokens=150, batch=UNEQUAL, **DEEP),
     case("virtual stages, fixed", *virtual(), micro=3, batch=UNEQUAL, **DEEP),
     case("virtual stages, recomputed, critic", *virtual("critic"), *RECOMPUTED, tokens=100, role="critic", **DEEP),
 ]
@@ -102,16 +96,11 @@ EQUAL_RANKS = [
 CONTEXT = [
     case("context", *divided("context"), sp=2),
     case("context, entropy, fixed", *divided("context"), f"{ACTOR}.entropy_coeff=0.1", sp=2, micro=4, batch=UNEQUAL),
-    case(
-        "context, losses by token",
-        *divided("context"),
-        f"+{ENGINE}.override_transformer_config.calculate_per_token_loss=True",
-        sp=2,
-        tokens=400,
-        batch=Batch(shortest=1.0),
-    ),
+    case("context, losses by token", *divided("context"),
+         f"+{ENGINE}.override_transformer_config.calculate_per_token_loss=True",
+         sp=2, tokens=400, batch=Batch(shortest=1.0)),
     case("context, critic", "critic.megatron.context_parallel_size=2", sp=2, role="critic"),
-]
+]  # fmt: skip
 # Routes of experts: recorded by verl's forward (R2), or by the sampler (R3).
 EXPERTS = tuple(
     f"+{ENGINE}.override_transformer_config.{one}"
@@ -129,32 +118,18 @@ R3: dict[str, Any] = dict(mode="R3", batch=Routed())
 REPLAYED = [
     routed("dynamic", updates=3),
     routed("fixed, v0, several prompts, any order", micro=4, trainer="v0", batch=UNEQUAL),
-    routed("recomputed, several micro-batches", *RECOMPUTED, tokens=100),
-    routed("agents, several micro-batches", tokens=150, batch=Turns(responses=4)),
+    routed("recomputed, agents, several micro-batches", *RECOMPUTED, tokens=150, batch=Turns(responses=4)),
     routed("dynamic", updates=3, **R3),
-    routed("fixed, v0", micro=4, trainer="v0", **R3),
     routed("recomputed, several micro-batches", *RECOMPUTED, tokens=100, **R3),
     routed("agents", mode="R3", tokens=400, batch=Routed(responses=4, agents=True)),
     routed("any order", mode="R3", batch=Routed(prompts=3, shuffled=True, trained=0.7)),
 ]
 REPLAYED_ON_RANKS = [
-    routed("2 ranks", batch=UNEQUAL),
     routed("tensor", *divided("tensor"), sp=2),
-    routed("pipeline", *divided("pipeline"), sp=2, tokens=100),
     routed("2 ranks", mode="R3", batch=Routed(prompts=4)),
     routed("tensor", *divided("tensor"), sp=2, **R3),
     routed("pipeline, recomputed", *divided("pipeline"), *RECOMPUTED, sp=2, tokens=100, **R3),
     routed("virtual stages", *virtual(), sp=2, tokens=100, layers=4),
-    routed(
-        "virtual stages, recomputed",
-        *virtual(),
-        *RECOMPUTED,
-        mode="R3",
-        sp=2,
-        tokens=100,
-        layers=4,
-        batch=Routed(layers=4),
-    ),
 ]
 REPLAYED_IN_CONTEXT = [routed("context", *divided("context"), sp=2), routed("context", *divided("context"), sp=2, **R3)]
 DIVIDED = [*CONTEXT, *REPLAYED_IN_CONTEXT]
@@ -163,8 +138,6 @@ LONG = Routed(prompt_tokens=192, shortest=1.0, other=150)
 OTHER_ROUTES = [
     (routed("one token, in the middle", mode="R3", tokens=1200, batch=LONG), 2.7),
     (routed("the first token", mode="R3", batch=Routed(other=0)), 1.3),
-    (routed("fixed", mode="R3", micro=4, batch=Routed(other=3)), 1.3),
-    (routed("prompts alone", f"{MODEL}.shared_prompt_min_shared=", mode="R3", tokens=1200, batch=LONG), 2.2),
     (routed("nothing is trained", mode="R3", batch=Routed(untrained=True)), 1.3),
 ]
 VERIFIED_ROUTES = routed("verified", f"{MODEL}.shared_prompt_verify_first_steps=1")
