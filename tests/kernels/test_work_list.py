@@ -20,7 +20,7 @@ from node_tables import (
     random_tables,
     tree_tables,
 )
-from shapes import spine
+from shapes import TREES
 from work_lists import Backward, Step, Tile, are_over, backward_list, capacities, forward_list, pointers, walk_of
 
 shim = shim_fixture("work_list")
@@ -123,7 +123,7 @@ def test_trees(shim: ctypes.CDLL) -> None:
 
 def test_long_shapes(shim: ctypes.CDLL) -> None:
     """Of 132 multiprocessors: alternating waves, parts, local heads."""
-    branched = spine(512, 6, 400, (2900, 2500), range(1, 5))
+    branched = TREES["branched"]
     shapes = {
         "28 x 4K x 2K": (packed_prompts([4096], [[2048] * 28]), 8),
         "two KV heads": (packed_prompts([4096], [[2048] * 28]), 2),
