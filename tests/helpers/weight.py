@@ -108,9 +108,9 @@ def weights() -> list[Weight]:
         Weight("package without contrib", lines_of(package) - lines_of(contrib), 10_800, 12_570),
         Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 7_649),
         Weight("contrib", lines_of(contrib), 1_000),
-        Weight("tests", lines_of("tests"), 18_000, 25_930),
+        Weight("tests", lines_of("tests"), 18_000, 25_860),
         Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_151),
-        Weight("words of docs/*.md", words, 17_000, 19_530),
+        Weight("words of docs/*.md", words, 17_000),
         Weight("variables called one", sum(source.names("one") for source in everything), 500),
         Weight("summaries that are clauses", sum(source.clauses for source in everything), 40),
     ]
