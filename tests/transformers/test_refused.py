@@ -284,13 +284,16 @@ ROW = "hidden states of the model: expected the same in a packed row as in rows 
 REPRODUCED = {
     "a convolution": (lambda: tiny_model("llama"), add_convolution, f"{ROW}.*layers.0.mlp "),
     "a class of mixers": (lambda: tiny_model("llama"), add_mixer, f"{ROW}.*up_proj .Retention"),
-    "fields of mixers": (
-        lambda: any_model("zamba", use_mamba_kernels=False),
-        None,
-        "consumed by 4 layers that mix tokens, got 2|unexpected keyword argument 'shared_prompt_layout'",
-    ),
     "chunks without layer_types": (lambda: any_model("llama4_text"), None, "got one made of chunked_overlay"),
 }
+
+
+def test_mixers_of_a_configuration_without_layer_types_are_refused():
+    """A probe would lose the layout on its way through them: an error, where trainers are to run stock attention."""
+    config = tiny_model("llama").config
+    config.ssm_state_size = 4
+    with pytest.raises(SharedPromptError, match="model: expected attention as the only mixer.*has ssm_state_size"):
+        dualkv.check_supported(config)
 
 
 @pytest.mark.parametrize("name", REPRODUCED)

@@ -32,6 +32,8 @@ TAKES_LAYOUT = "dualkv_takes_layout"
 
 # Embeddings of positions, and buffers of sines, with a row for each position.
 _POSITION_TABLES = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions|pos_encoding)$")
+# Fields of models that mix tokens without attention, too, unless their layer_types say otherwise.
+_MIXER_FIELDS = re.compile(r"^(mamba|ssm|rwkv|conv_L_cache|linear_conv|lru|hybrid_override_pattern|use_rg_lru)")
 # Configuration fields of random numbers that stock training draws for every copy of the prompt.
 _NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter)")
 _NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
@@ -86,6 +88,11 @@ def _refusals(config: Any) -> Iterator[tuple[str, str, Any]]:
         kinds = "full or sliding-window attention, or those of a hybrid model in docs/hybrids.md"
         expected = f"layers that are exact on shared prompts ({kinds})"
         yield "layer_types", expected, f"{', '.join(inexact)} ({text.model_type})"
+    # Its guard cannot tell an unknown mixer from a layout that gets lost, which is an error and no
+    # reason for stock attention.
+    mixers = sorted(name for name in text.to_dict() if _MIXER_FIELDS.match(name))
+    if mixers and family is None and not layer_types_of(text):
+        yield "model", "attention as the only mixer of tokens", f"{text.model_type}, which has {', '.join(mixers)}"
     # Llama 4 scales queries of layers without RoPE by the index of their row, in steps of 8192.
     if getattr(text, "attn_temperature_tuning", None) and 0 in (getattr(text, "no_rope_layers", None) or ()):
         expected = "False (it counts the rows before a token instead of its position)"
