@@ -65,7 +65,8 @@ def plan(
 
 def checked_tree(tree: PrefixTree, samples: Samples) -> PrefixTree:
     """The tree, which must be one of these samples: with equal tokens and groups where they share rows."""
-    for at, (length, own) in enumerate(zip(samples.lengths, tree.sequence_lens, strict=True)):
+    check_count("tree", tree.sequence_lens, len(samples.lengths), "sequences")
+    for at, (length, own) in enumerate(zip(samples.lengths, tree.sequence_lens)):
         if length != own:
             expected = f"that of these sequences, {length} tokens in sequence {at}"
             raise SharedPromptError(explain("tree", expected, f"one whose sequence {at} has {own}"))

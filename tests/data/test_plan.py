@@ -72,6 +72,8 @@ def test_a_tree_of_other_samples_is_refused() -> None:
         checked_tree(tree, other)
     with pytest.raises(SharedPromptError, match="^tree: .*sequence 0 has 8$"):
         checked_tree(tree, read_prompts(PROMPTS, [[1], *RESPONSES[1:]]))
+    with pytest.raises(SharedPromptError, match="^tree: expected 3 .*sequences.*got 2$"):
+        checked_tree(tree.take([0, 1]), samples)
 
 
 def test_keys_say_which_tokens_are_equal() -> None:
