@@ -4,6 +4,7 @@
 
     python benchmarks/trainers/bench_vllm.py --shape 16x16x8192x128 --layers 8     # three minutes on one H200
     python benchmarks/trainers/bench_vllm.py --engines stock dualkv trainer --shape 16x16x1024x512 256x1x8192x128
+    python benchmarks/trainers/bench_vllm.py --runner 1 --repeat 3           # vLLM's first model runner
 
 A shape is groups x responses x prompt tokens x new tokens, or fewest-most of these. Each engine is a process of its own
 with a time limit, with random weights; requests are submitted one by one in a random order, and prompts are random
@@ -109,13 +110,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--runner", choices=["1", "2"], help="of vLLM (default: its own)")
     parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         child(Engine(**json.loads(options.child)))
         return 0
-    settings = {"rollouts": options.shape, "model": options.model, "layers": options.layers, "repeat": options.repeat}
+    names = ("model", "layers", "repeat", "runner")
+    settings = {"rollouts": options.shape} | {name: getattr(options, name) for name in names}
     rows = []
     for name in options.engines:  # one after another: they would share the host
         (found,) = run_engines(__file__, [(name, settings)], options.limit_s)

@@ -7,8 +7,10 @@
 
 greedy: greedy tokens and their log-probabilities of an engine on this package against one of vLLM's own, up to the
 first token that differs. Differences must not be larger than those between two of vLLM's own backends.
-features: the same with a Gemma-2-like model (softcaps, windows), a gpt-oss-like one (sinks, windows, experts), with
-speculation by n-grams, and with tensor parallelism over two GPUs, where there are two (vllm_engines.json).
+features: the same with a Gemma-2-like model (softcaps, windows), a gpt-oss-like one (sinks, windows, experts), a
+Qwen2.5-like one, with speculation by n-grams, behind sleep at both levels with other weights, with two adapters of LoRA
+in chunks of prompts and a cache so small that requests are preempted, and with tensor parallelism over two GPUs, where
+there are two (vllm_engines.json).
 invariant: with VLLM_BATCH_INVARIANT=1, log-probabilities of a request alone, among its siblings, and among copies of
 its prompt that share nothing, are equal to the bit; so are those of prompts that come in chunks. vLLM's own backend may
 differ.
@@ -24,9 +26,10 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -36,9 +39,16 @@ from vllm_rig import ENGINES, FEATURES, Engine
 
 LENGTHS = (40, 333, 1024, 2049, 3001)  # of the prompts
 RESPONSES, NEW, MODEL_LENGTH = 4, 48, 4096
-LARGEST_RATIO = 1.5  # of differences of log-probabilities to those between two of vLLM's own backends
+# Of differences of log-probabilities to those between two of vLLM's own backends. Largest ones of some
+# hundred tokens scatter by a factor of two, those of a fault are ten times as large.
+MEAN_RATIO, LARGEST_RATIO = 1.5, 3.0
 FLOOR = 2e-3
 NAMES = ("stock", "triton", "dualkv")
+# Options of engines that do nothing while a counter of vLLM's is 0.
+COUNTED = {
+    "speculative_config": "vllm:spec_decode_num_draft_tokens",
+    "num_gpu_blocks_override": "vllm:num_preemptions",
+}
 BASE: dict[str, Any] = {"model": "qwen3-1.7b", "layers": 4}
 Sampled = tuple[list[list[int]], list[list[float]]]  # tokens and log-probabilities of each request
 
@@ -58,15 +68,20 @@ def prompts_of(salted: bool, vocabulary: int = 151936) -> list[dict[str, Any]]:
 
 def child(engine: Engine, kind: str) -> None:
     """An engine's process: tells what it has sampled."""
-    with rig.running(engine, len(LENGTHS) * RESPONSES, MODEL_LENGTH) as llm:
+    with TemporaryDirectory() as folder, rig.running(engine, len(LENGTHS) * RESPONSES, MODEL_LENGTH) as llm:
         llm.apply_model(rig.set_weights)
         prompts = prompts_of(False, llm.llm_engine.model_config.get_vocab_size())
-        greedy = partial(rig.sample, llm, tokens=NEW, temperature=0.0)
+        greedy = partial(rig.sample, llm, tokens=NEW, temperature=0.0, adapters=adapters_of(engine, folder))
         found = {"together": greedy(prompts)}
-        if "speculative_config" in engine.options:
-            drafted = [each.value for each in llm.get_metrics() if each.name == "vllm:spec_decode_num_draft_tokens"]
-            if not sum(drafted) > 0:
-                raise ValueError("no token was proposed")
+        for option, metric in COUNTED.items():
+            if option in engine.options and not sum(m.value for m in llm.get_metrics() if m.name == metric) > 0:
+                raise ValueError(f"{option}, and {metric} is 0")
+        for seed, level in enumerate(engine.sleeps, 1):
+            llm.sleep(level=level)
+            llm.wake_up(tags=["weights"])
+            llm.apply_model(partial(rig.set_weights, seed=seed))
+            llm.wake_up(tags=["kv_cache"])
+            found[f"behind sleep at level {level}"] = greedy(prompts)
         if kind == "invariant":
             found |= {"again": greedy(prompts), "unshared": greedy(prompts_of(salted=True))}  # first from the cache
             alone: Sampled = ([], [])
@@ -78,6 +93,17 @@ def child(engine: Engine, kind: str) -> None:
             found["alone"] = alone
         rig.refuse_certain(statistics.fmean(itertools.chain.from_iterable(found["together"][1])))
         rig.tell({"found": found, "about": rig.describe(llm)})
+
+
+def adapters_of(engine: Engine, folder: str) -> list[Any] | None:
+    """vLLM's LoRARequest of each request, or None; None for an engine without adapters."""
+    if not engine.adapters:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    paths = [rig.write_adapter(engine, Path(folder), seed) for seed in range(engine.adapters)]
+    made = [*(LoRARequest(f"adapter-{at}", at + 1, path) for at, path in enumerate(paths)), None]
+    return [made[at % len(made)] for at in range(len(LENGTHS) * RESPONSES)]
 
 
 def differences(first: Sampled, second: Sampled, *more: Sampled) -> tuple[int, float, float]:
@@ -94,18 +120,40 @@ def differences(first: Sampled, second: Sampled, *more: Sampled) -> tuple[int, f
     return (len(gaps), statistics.fmean(gaps), max(gaps)) if gaps else (0, math.nan, math.nan)
 
 
-def check_features(features: list[str], limit: float) -> bool:
-    """Compares engines that run side by side, feature after feature; greedy tokens are those of both modes, too."""
-    good = True
-    for feature in features:
-        settings, names = BASE | FEATURES[feature], [*NAMES, *(["trainer"] if feature == "greedy" else [])]
-        if "tensor_parallel_size" in settings.get("options", {}) and len(rig.gpus()) < 2:
-            print(f"{feature}: left out: takes two GPUs, and there is one", flush=True)
-            continue
-        print(f"{feature}:", flush=True)
-        found = rig.run_engines(__file__, [(name, settings) for name in names], limit, "--only", "features")
-        good &= compared({name: rows[0] for name, rows in zip(names, found) if rows}) and all(found)
+def check_features(
+    features: Sequence[str], limit: float, runners: Sequence[str | None] = (None,), engines_per_gpu: int = 1
+) -> bool:
+    """Compares engines that run side by side, of each feature in each runner; "greedy" has those of both modes."""
+    good, wide = True, [feature for feature in features if "tensor_parallel_size" in options_of(feature)]
+    if wide and len(rig.gpus()) < 2:
+        print(f"{', '.join(wide)}: left out: takes two GPUs, and there is one", flush=True)
+        wide = []
+    # Engines that share a GPU cannot measure what is free.
+    part = {"gpu_memory_utilization": 0.8 / engines_per_gpu, "kv_cache_memory_bytes": 4 << 30}
+    for alike in (wide, [feature for feature in features if "tensor_parallel_size" not in options_of(feature)]):
+        cases = [*itertools.product(alike, runners)]
+        engines = []
+        for feature, runner in cases:
+            options = options_of(feature) | (part if engines_per_gpu > 1 else {})
+            settings = BASE | FEATURES[feature] | {"runner": runner, "options": options}
+            engines += [(name, settings) for name in names_of(feature)]
+        if engines:
+            arguments = "--only", "features"
+            found = iter(rig.run_engines(__file__, engines, limit, *arguments, engines_per_gpu=engines_per_gpu))
+        for feature, runner in cases:
+            print(f"{feature}, runner {runner or 'of vLLM'}:", flush=True)
+            rows = {name: next(found) for name in names_of(feature)}
+            good &= compared({name: row[0] for name, row in rows.items() if row}) and all(rows.values())
     return good
+
+
+def options_of(feature: str) -> dict[str, Any]:
+    options: dict[str, Any] = FEATURES[feature].get("options", {})
+    return options
+
+
+def names_of(feature: str) -> tuple[str, ...]:
+    return (*NAMES, "trainer") if feature == "greedy" else NAMES
 
 
 def compared(found: dict[str, dict[str, Any]]) -> bool:
@@ -113,22 +161,23 @@ def compared(found: dict[str, dict[str, Any]]) -> bool:
     if not {"stock", "triton"} <= found.keys():
         print("nothing to compare with", flush=True)
         return False
-    together = {name: row["found"]["together"] for name, row in found.items()}
-    stock, triton = together["stock"], together["triton"]
-    count, (_, mean, _), good = sum(map(len, stock[0])), differences(stock, triton), True
-    for name, sampled in together.items():
+    good = True
+    for case, name in itertools.product(found["stock"]["found"], found):
+        stock, triton, sampled = (found[engine]["found"][case] for engine in ("stock", "triton", name))
+        _, mean, _ = differences(stock, triton)
         tokens, own_mean, _ = differences(stock, sampled)
         # The largest grows with the number of tokens: both are of those that all three share.
         _, _, own_largest = differences(stock, sampled, triton)
         _, _, largest = differences(stock, triton, sampled)
-        fits = own_mean <= max(LARGEST_RATIO * mean, FLOOR) and own_largest <= max(LARGEST_RATIO * largest, 10 * FLOOR)
+        fits = own_mean <= max(MEAN_RATIO * mean, FLOOR) and own_largest <= max(LARGEST_RATIO * largest, 10 * FLOOR)
         verdict = "good" if fits else "WRONG"
         if ENGINES[name]["settings"].get("backend") == "CUSTOM" and not found[name]["about"].get("steps"):
             fits, verdict = False, "WRONG: no step ran on this package"
         good &= fits
         print(
-            f"{name:8} against stock: {tokens} of {count} tokens before the first that differs; log-probabilities "
-            f"mean {own_mean:.2e}, largest {own_largest:.2e}: {verdict}; {found[name]['about']}",
+            f"{name:8} against stock, {case}: {tokens} of {sum(map(len, stock[0]))} tokens before the first that "
+            f"differs; log-probabilities mean {own_mean:.2e}, largest {own_largest:.2e}: {verdict}; "
+            f"{found[name]['about']}",
             flush=True,
         )
     return good
@@ -153,6 +202,9 @@ def check_invariant(limit: float) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("greedy", "features", "invariant"))
+    parser.add_argument("--features", nargs="+", default=[*FEATURES], choices=[*FEATURES], help="of those")
+    parser.add_argument("--runners", nargs="+", default=[None], choices=["1", "2"], help="of vLLM (default: its own)")
+    parser.add_argument("--engines-per-gpu", type=int, default=1, help="at a time")
     parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -160,9 +212,11 @@ def main(arguments: list[str] | None = None) -> int:
         child(Engine(**json.loads(options.child)), options.only)
         return 0
     first, *others = FEATURES
+    where = {"runners": options.runners, "engines_per_gpu": options.engines_per_gpu}
+    wanted = [feature for feature in others if feature in options.features]
     checks: dict[str, Callable[[float], bool]] = {
-        "greedy": partial(check_features, [first]),
-        "features": partial(check_features, others),
+        "greedy": partial(check_features, [first], **where),
+        "features": partial(check_features, wanted, **where),
         "invariant": check_invariant,
     }
     verdicts = [check(options.limit_s) for kind, check in checks.items() if options.only in (None, kind)]

@@ -30,7 +30,7 @@ ENGINES, ROWS, LABELS = (WORDS[name] for name in ("vllm", "context", "trl"))
 # Commits before divided walks were the default, and then asked for as "split".
 BEFORE_DIVIDED = ("0f7635d", "1ff7a3e", "5e56ef0", "a0aa464")
 OLD_ENGINES = {"dualkv": "this package, walks undivided", "split": ENGINES["dualkv"]}
-SHAPE = ["gpu", "model", "layers", "groups", "n", "prompt", "new"]
+SHAPE = ["gpu", "engine", "model", "layers", "groups", "n", "prompt", "new"]
 DECODING = ["step_ms", "tokens_per_s"]
 
 
@@ -307,7 +307,10 @@ def rollouts_of_vllm(folder: Path) -> str:
         titles.add(f"vLLM {rows[0]['vllm']}, torch {header['torch']}")
         frame = pd.DataFrame(rows).assign(gpu=header["gpu"].removesuffix(" 80GB HBM3").removeprefix("NVIDIA "))
         file = f"[`{header['commit'][:7]}`]({folder.name}/{path.name})"
-        frames.append(frame.assign(who=frame["who"].map(labels), file=file))
+        # The first runner's own vLLM is compared with it; Arctic, which forces it, with the default one.
+        is_first = frame["runner"].str.endswith("gpu_model_runner") & (frame["who"] != "arctic")
+        engine = frame["vllm"] + is_first.map({True: ", first runner", False: ""})
+        frames.append(frame.assign(who=frame["who"].map(labels), file=file, engine=engine))
     if not frames:
         return ""
     everything = pd.concat(frames)
@@ -315,12 +318,13 @@ def rollouts_of_vllm(folder: Path) -> str:
     files = by_engine["file"].agg(lambda of_engine: ", ".join(of_engine.unique()))
     found = by_engine[DECODING].median().assign(runs=by_engine.size(), files=files).reset_index()
     all_labels = [*dict.fromkeys([*ENGINES.values(), *OLD_ENGINES.values()])]
-    keys = [*SHAPE[:3], "prompt", "groups", "n", "new"]
+    keys = [*SHAPE[:4], "prompt", "groups", "n", "new"]
     found = found.assign(order=found["who"].map(all_labels.index)).sort_values([*keys, "order"], key=shortest_first)
     ratios = found[DECODING] / found.groupby(SHAPE, sort=False)[DECODING].transform("first")
     table = pd.DataFrame(
         {
             "GPU": found["gpu"],
+            "vLLM": found["engine"],
             "model": [f"{row.model}, {row.layers} layers" for row in found.itertuples()],
             "G x N x P x R": [f"{row.groups} x {row.n} x {row.prompt} x {row.new}" for row in found.itertuples()],
             "attention": found["who"],
@@ -332,7 +336,7 @@ def rollouts_of_vllm(folder: Path) -> str:
             "files": found["files"],
         }
     )
-    return f"### {'; '.join(sorted(titles))}\n\n{markdown(table, 4)}"
+    return f"### {'; '.join(sorted(titles))}\n\n{markdown(table, 5)}"
 
 
 def shortest_first(column: pd.Series) -> pd.Series:

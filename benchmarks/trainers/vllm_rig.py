@@ -8,6 +8,7 @@ such a process says what it has found by `tell`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -49,6 +50,8 @@ class Engine:
         repeat: runs of each of them behind the warm-up.
         options: more arguments of vLLM's LLM.
         config: entries of the model's configuration, in place of those of its shape.
+        sleeps: levels at which the engine sleeps, one after the other, to wake up with other weights.
+        adapters: how many of LoRA its requests take in turn, in front of those that take none.
     """
 
     model: str = "qwen3-8b"
@@ -61,6 +64,8 @@ class Engine:
     repeat: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    sleeps: list[int] = field(default_factory=list)
+    adapters: int = 0
 
 
 def run_child(
@@ -93,10 +98,12 @@ def gpus() -> list[str]:
     return known.split(",") if known else [str(place) for place in range(max(1, torch.cuda.device_count()))]
 
 
-def side_by_side(tasks: Sequence[Callable[[dict[str, str]], Found]], width: int = 1) -> list[Found]:
-    """What the tasks give, in their order; each gets the environment of so many GPUs that it has for itself."""
+def side_by_side(
+    tasks: Sequence[Callable[[dict[str, str]], Found]], width: int = 1, engines_per_gpu: int = 1
+) -> list[Found]:
+    """What the tasks give, in their order; each gets the environment of so many GPUs, which so many share."""
     free: SimpleQueue[str] = SimpleQueue()
-    all_gpus = gpus()
+    all_gpus = gpus() * engines_per_gpu
     places = [",".join(all_gpus[start : start + width]) for start in range(0, len(all_gpus) - width + 1, width)]
     for place in places:
         free.put(place)
@@ -113,7 +120,7 @@ def side_by_side(tasks: Sequence[Callable[[dict[str, str]], Found]], width: int 
 
 
 def run_engines(
-    script: str, engines: Sequence[tuple[str, dict[str, Any]]], limit: float, *arguments: str
+    script: str, engines: Sequence[tuple[str, dict[str, Any]]], limit: float, *arguments: str, engines_per_gpu: int = 1
 ) -> list[list[Any]]:
     """What engines, of a name and settings, have told; the output of one that has failed is printed.
 
@@ -130,7 +137,7 @@ def run_engines(
         return rows
 
     width = max(settings.get("options", {}).get("tensor_parallel_size", 1) for _, settings in engines)
-    return side_by_side([partial(run, *engine) for engine in engines], width)
+    return side_by_side([partial(run, *engine) for engine in engines], width, engines_per_gpu)
 
 
 def write_model(engine: Engine, folder: str, length: int) -> None:
@@ -207,6 +214,29 @@ def runner_of(llm: Any) -> Any:
     return ask(worker, "worker.model_runner") or ask(worker, "model_runner")
 
 
+def write_adapter(engine: Engine, folder: Path, seed: int) -> str:
+    """A LoRA adapter of rank 8 of the projections of attention, as peft saves it; its folder."""
+    from safetensors.torch import save_file
+
+    shape, rank, draw = MODELS[engine.model], 8, torch.Generator().manual_seed(seed)
+    heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {
+        "q_proj": (shape.hidden, heads), "k_proj": (shape.hidden, kv_heads),
+        "v_proj": (shape.hidden, kv_heads), "o_proj": (heads, shape.hidden),
+    }  # fmt: skip
+    weights = {}
+    for layer, (name, (wide, out)) in itertools.product(range(engine.layers), sizes.items()):
+        path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        for part, size, width in (("A", (rank, wide), wide**-0.5), ("B", (out, rank), 0.3)):
+            weights[f"{path}.lora_{part}.weight"] = (torch.randn(size, generator=draw) * width).bfloat16()
+    made = folder / f"adapter-{seed}"
+    made.mkdir()
+    save_file(weights, made / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": [*sizes]}
+    (made / "adapter_config.json").write_text(json.dumps(config))
+    return str(made)
+
+
 @torch.inference_mode()
 def set_weights(model: torch.nn.Module, seed: int = 0) -> None:
     """Weights with which attention and next tokens are neither uniform nor certain, the same in every engine.
@@ -273,9 +303,9 @@ def draw_prompts(groups: int, tokens: int, seed: int) -> list[list[int]]:
 
 
 def sample(
-    llm: Any, requests: list[dict[str, Any]], tokens: int, temperature: float
+    llm: Any, requests: list[dict[str, Any]], tokens: int, temperature: float, adapters: Sequence[Any] | None = None
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Tokens of a response to each request, and their log-probabilities."""
+    """Tokens of a response to each request, and their log-probabilities; `adapters`: a LoRARequest or None of each."""
     from vllm import SamplingParams
 
     sampling = [
@@ -285,6 +315,7 @@ def sample(
         )
         for seed in range(len(requests))
     ]  # fmt: skip
-    outputs = [output.outputs[0] for output in llm.generate(requests, sampling, use_tqdm=False)]
+    generated = llm.generate(requests, sampling, use_tqdm=False, lora_request=adapters)
+    outputs = [output.outputs[0] for output in generated]
     logprobs = [[step[token].logprob for token, step in zip(found.token_ids, found.logprobs)] for found in outputs]
     return [list(found.token_ids) for found in outputs], logprobs

@@ -34,10 +34,15 @@ class Engines:
     """Stand for processes: each prints a result, but those whose settings have a word run out of time."""
 
     def __init__(self, result: dict[str, Any], slow: str) -> None:
-        self.result, self.slow, self.count = result, slow, 0
+        self.result, self.slow = result, slow
+        self.commands: list[list[str]] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.commands)
 
     def run(self, command: list[str], *, timeout: float, **_: Any) -> Any:
-        self.count += 1
+        self.commands.append(command)
         if self.slow in "".join(command):
             raise subprocess.TimeoutExpired(command, timeout, output=b"it was here", stderr=None)
         return subprocess.CompletedProcess(command, 0, f"{vllm_rig.MARK}{json.dumps(self.result)}\n", "")
@@ -51,9 +56,19 @@ def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     first, *others = check_vllm.FEATURES
     for check, slow, count, said in (
-        (partial(check_vllm.check_features, [first]), '"exact": "trainer"', 4, "dualkv   against stock: 2 of 2 tokens"),
+        (
+            partial(check_vllm.check_features, [first]),
+            '"exact": "trainer"',
+            4,
+            "dualkv   against stock, alone: 2 of 2",
+        ),
         (partial(check_vllm.check_features, [first]), "TRITON_ATTN", 4, "nothing to compare with"),
-        (partial(check_vllm.check_features, others), "speculative_config", 12, "stock    against stock: 2 of 2 tokens"),
+        (
+            partial(check_vllm.check_features, others),
+            "speculative_config",
+            21,
+            "stock    against stock, together: 2 of 2 tokens",
+        ),
         (check_vllm.check_invariant, "max_num_batched_tokens", 3, "dualkv_invariant: alone equal to the bit"),
     ):
         result = {"found": {"together": SAMPLED, "alone": SAMPLED}, "about": {"steps": {"decode": 1}}}
@@ -71,6 +86,21 @@ def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert (
         check_vllm.check_features(["two GPUs"], 1.0) and "takes two GPUs, and there is one" in capsys.readouterr().out
     )
+
+
+def test_engines_on_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runners are compared each with itself, and engines that share a GPU are told how much of it they may take."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    result = {"found": {"together": SAMPLED, "behind sleep at level 1": SAMPLED}, "about": {"steps": {"decode": 1}}}
+    engines = Engines(result, '"runner": "2"')
+    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+    assert not check_vllm.check_features(["sleep", "Qwen2.5"], 1.0, ["1", "2"], engines_per_gpu=4)
+    text = capsys.readouterr().out
+    assert text.count("behind sleep at level 1: 2 of 2 tokens") == 6 and text.count("nothing to compare with") == 2
+    settings = json.loads(engines.commands[0][-1])
+    assert settings["options"] == {
+        "enable_sleep_mode": True, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30,
+    }  # fmt: skip
 
 
 def test_differences() -> None:
