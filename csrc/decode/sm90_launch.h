@@ -8,17 +8,28 @@
 
 namespace dualkv::sm90 {
 
-// Decode: the tiles of the forward, because their keys decide the bits of a row. Two blocks share a
-// multiprocessor where they fit, so that one loads while the other waits for states.
+// KV tiles are those of the forward, because their keys decide the bits of a row. Two blocks share
+// a multiprocessor where they fit, so that one loads while the other waits for states.
 //
-// kScoresAhead_: scores of the next tile are computed during the softmax of this one, as far as
+// scores_ahead: scores of the next tile are computed during the softmax of this one, as far as
 // registers go. A lone walk is bound by latency.
-template <int kHeadDim_, int kStagesQ_, int kStagesKv_, int kBlocks_, bool kScoresAhead_ = false>
 struct DecodeTiles {
-  static constexpr bool kScoresAhead = kScoresAhead_;
+  int of, stages_q, stages_kv, blocks;
+  bool scores_ahead = false;
+};
+constexpr DecodeTiles kDecodeTiles[] = {
+    {.of = 64, .stages_q = 2, .stages_kv = 3, .blocks = 2},
+    {.of = 128, .stages_q = 2, .stages_kv = 2, .blocks = 2, .scores_ahead = true},
+    {.of = 256, .stages_q = 1, .stages_kv = 2, .blocks = 1},
+};
+
+template <int kHeadDim_>
+struct DecodeConfig {
+  static constexpr DecodeTiles kTiles = row_of(kDecodeTiles, kHeadDim_);
   static constexpr int kHeadDim = kHeadDim_, kBlockN = ForwardConfig<kHeadDim, kHeadDim>::kBlockN;
-  static constexpr int kStagesQ = kStagesQ_, kStagesKv = kStagesKv_, kWorkSlots = 2, kBlocks = kBlocks_;
-  static constexpr int kThreads = 2 * kWarpgroup;
+  static constexpr int kStagesQ = kTiles.stages_q, kStagesKv = kTiles.stages_kv, kWorkSlots = 2;
+  static constexpr int kBlocks = kTiles.blocks, kThreads = 2 * kWarpgroup;
+  static constexpr bool kScoresAhead = kTiles.scores_ahead;
   static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
   using TileQ = SmemTile<kDecodeRows, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
@@ -31,15 +42,6 @@ struct DecodeTiles {
   static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024, "blocks must fit a Hopper multiprocessor");
   static_assert(kProducerRegisters + kConsumerRegisters == 256, "two blocks have all registers");
 };
-
-template <int kHeadDim>
-struct DecodeConfig;
-template <>
-struct DecodeConfig<64> : DecodeTiles<64, 2, 3, 2> {};
-template <>
-struct DecodeConfig<128> : DecodeTiles<128, 2, 2, 2, true> {};
-template <>
-struct DecodeConfig<256> : DecodeTiles<256, 1, 2, 1> {};
 
 template <int kHeadDim>
 constexpr KernelTraits decode_traits() {

@@ -17,6 +17,7 @@ namespace dualkv::sm90 {
 template <class Config>
 struct BackwardWideShared : KvShared<Config> {
   __device__ __forceinline__ uint32_t probabilities(int buffer) const {
+    static_assert(Config::kStagesP == 2, "as many as BackwardWideConsumer has buffers");
     return this->base + Config::kOffsetP + buffer * Config::kBytesP;
   }
   __device__ __forceinline__ PipelineBarrier probabilities_ready(int buffer) const {

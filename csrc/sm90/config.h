@@ -2,6 +2,8 @@
 // Tile sizes per head dimension on Hopper: 227 KB of shared memory, one block a multiprocessor.
 #pragma once
 
+#include <type_traits>
+
 #include "core/kernel_traits.h"
 #include "core/siblings.h"
 #include "tile/smem_tile.h"
@@ -24,95 +26,156 @@ struct RegisterShare<3> {
   static constexpr int kProducer = 32, kConsumer = 160;
 };
 
-// kHeadDim is that of Q and K, kHeadDimV that of V, O and dO. kSharers_ warpgroups share 64
-// queries: each computes their scores, and its part of the columns of what is summed. No warpgroup
-// has registers for 64 rows of 512 columns.
-template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_, int kStagesQ_ = 1, int kSharers_ = 1,
-          int kStagesV_ = 2>
-struct ForwardTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
-  static constexpr int kBlockM = 64 * kConsumers_ / kSharers;
-  static constexpr int kStagesQ = kStagesQ_, kStagesK = 2, kStagesV = kStagesV_;
-  static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr int kSlices = kBlockM / 64;  // of the queries, where packs of heads divide 64
-  // Nodes that may share a query tile, a slice at least for each. Not tried with two slices.
-  static constexpr int kSiblings = kSlices == kMostSiblings ? kSlices : 1;
-  using Registers = RegisterShare<kConsumers>;
-  using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileK = SmemTile<kBlockN, kHeadDim>;
-  using TileV = SmemTile<kBlockN, kHeadDimV>;
-  static constexpr int kOffsetK = kStagesQ * TileQ::kBytes;
-  static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
-  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
-  // The block aligns its tiles to 1024 bytes itself.
-  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
-  // Steps and items take the rest.
-  static_assert(kSharedBytes + (kSiblings > 1 ? 1536 : 1088) <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
-  static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
-                "setmaxnreg would wait for ever");
-};
-
-template <int kHeadDim, int kHeadDimV>
-struct ForwardConfig;
-template <>
-struct ForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 128, 2> {};
-template <>
-struct ForwardConfig<128, 128> : ForwardTiles<128, 128, 3, 80> {};
-template <>
-struct ForwardConfig<192, 128> : ForwardTiles<192, 128, 3, 80> {};
-template <>
-struct ForwardConfig<192, 192> : ForwardTiles<192, 192, 2, 96> {};
-template <>
-struct ForwardConfig<256, 256> : ForwardTiles<256, 256, 2, 80> {};
-template <>
-struct ForwardConfig<512, 512> : ForwardTiles<512, 512, 2, 48, 1, 2, 1> {};
-
-// For windows that are shorter than a tile: with d = 64, 24 queries of 8 heads and a window of 128
-// see 151 keys together.
-template <int kHeadDim, int kHeadDimV>
-struct NarrowForwardConfig : ForwardConfig<kHeadDim, kHeadDimV> {};
-template <>
-struct NarrowForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 80, 2> {};
-
 // The backward kernels need every register.
 struct BackwardRegisters {
   static constexpr int kProducer = 24, kConsumer = 240;
   static_assert((kProducer + 2 * kConsumer) * kWarpgroup <= 64 * 1024, "setmaxnreg would wait for ever");
 };
 
-// Backward with a stationary KV tile, 64 rows a consumer warpgroup. kStagesDq_: whether dQ goes to
-// its sums through shared memory; else it goes from registers.
-template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true>
-struct BackwardWarpgroupTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 128;
+// Tiles of blocks that own queries and stream K and V. `sharers` warpgroups share 64 queries: each
+// computes their scores, and its part of the columns of what is summed. No warpgroup has registers
+// for 64 rows of 512 columns.
+struct QueryTiles {
+  HeadDims of;
+  int consumers = 2, block_n, stages_q = 1, stages_k = 2, stages_v = 2, sharers = 1;
+};
+
+// kHeadDim is that of Q and K, kHeadDimV that of V, O and dO. kOperands: tiles of queries that
+// stay, Q or Q and dO.
+template <QueryTiles kTiles_, int kOperands>
+struct QueryConfig {
+  static constexpr QueryTiles kTiles = kTiles_;
+  static constexpr int kHeadDim = kTiles.of.qk, kHeadDimV = kTiles.of.v, kBlockN = kTiles.block_n;
+  static constexpr int kStagesQ = kTiles.stages_q, kStagesK = kTiles.stages_k, kStagesV = kTiles.stages_v;
+  static constexpr int kConsumers = kTiles.consumers, kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kSharers = kTiles.sharers, kBlockM = 64 * kConsumers / kSharers;
+  static constexpr bool kIsForward = kOperands == 1, kPacksHeads = kIsForward || kSharers == 1;
+  // Slices are of the queries, where packs of heads divide 64. Nodes may share a query tile, a slice
+  // at least for each; not tried with two slices.
+  static constexpr int kSlices = kIsForward ? kBlockM / 64 : 1;
+  static constexpr int kSiblings = kSlices == kMostSiblings ? kSlices : 1;
+  using Registers = std::conditional_t<kIsForward, RegisterShare<kConsumers>, BackwardRegisters>;
+  using TileQ = SmemTile<kBlockM, kHeadDim>;
+  using TileDo = SmemTile<kBlockM, kHeadDimV>;
+  using TileK = SmemTile<kBlockN, kHeadDim>;
+  using TileV = SmemTile<kBlockN, kHeadDimV>;
+  static constexpr int kOffsetDo = kStagesQ * TileQ::kBytes;
+  static constexpr int kOffsetK = kOffsetDo + (kOperands - 1) * kStagesQ * TileDo::kBytes;
+  static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
+  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
+  // The block aligns its tiles to 1024 bytes itself. Steps and items take the rest.
+  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
+  static constexpr int kBytesOfSteps = !kIsForward ? 512 : kSiblings > 1 ? 1536 : 1088;
+  static_assert(kSharedBytes + kBytesOfSteps <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+  static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
+                "setmaxnreg would wait for ever");
+};
+
+constexpr QueryTiles kForwardTiles[] = {
+    {.of = {64, 64}, .consumers = 3, .block_n = 128, .stages_q = 2},
+    {.of = {128, 128}, .consumers = 3, .block_n = 80},
+    {.of = {192, 128}, .consumers = 3, .block_n = 80},
+    {.of = {192, 192}, .consumers = 2, .block_n = 96},
+    {.of = {256, 256}, .consumers = 2, .block_n = 80},
+    {.of = {512, 512}, .consumers = 2, .block_n = 48, .stages_v = 1, .sharers = 2},
+};
+template <int kHeadDim, int kHeadDimV>
+struct ForwardConfig : QueryConfig<row_of(kForwardTiles, {kHeadDim, kHeadDimV}), 1> {};
+
+// For windows that are shorter than a tile: with d = 64, 24 queries of 8 heads and a window of 128
+// see 151 keys together.
+constexpr QueryTiles kNarrowForwardTiles[] = {
+    {.of = {64, 64}, .consumers = 3, .block_n = 80, .stages_q = 2},
+};
+template <int kHeadDim, int kHeadDimV>
+struct NarrowForwardConfig
+    : QueryConfig<row_of(kNarrowForwardTiles, {kHeadDim, kHeadDimV}, &ForwardConfig<kHeadDim, kHeadDimV>::kTiles),
+                  1> {};
+
+// dQ alone: a block owns 128 queries of one head, or 64 that its warpgroups share. A tile of K is
+// held longer than one of V: it serves S of its step and dQ, which is issued together with S of the
+// next.
+constexpr QueryTiles kBackwardDqTiles[] = {
+    {.of = {64, 64}, .block_n = 128, .stages_q = 2, .stages_k = 3},
+    {.of = {128, 128}, .block_n = 128, .stages_k = 3},
+    {.of = {192, 128}, .block_n = 96, .stages_k = 3, .stages_v = 1},
+    {.of = {192, 192}, .block_n = 80},
+    {.of = {256, 256}, .block_n = 64, .stages_v = 1},
+    {.of = {512, 512}, .block_n = 32, .stages_v = 1, .sharers = 2},
+};
+template <int kHeadDim, int kHeadDimV>
+struct BackwardDqConfig : QueryConfig<row_of(kBackwardDqTiles, {kHeadDim, kHeadDimV}), 2> {};
+
+// For short walks. At d = 64 as in the forward: 16 queries of 8 heads and a window of 128 see 143
+// keys. At d = 128 there is room for the queries of the next item too.
+constexpr QueryTiles kNarrowBackwardDqTiles[] = {
+    {.of = {64, 64}, .block_n = 80, .stages_q = 2, .stages_k = 3},
+    {.of = {128, 128}, .block_n = 64, .stages_q = 2, .stages_k = 3},
+};
+template <int kHeadDim, int kHeadDimV>
+struct NarrowBackwardDqConfig
+    : QueryConfig<row_of(kNarrowBackwardDqTiles, {kHeadDim, kHeadDimV}, &BackwardDqConfig<kHeadDim, kHeadDimV>::kTiles),
+                  2> {};
+
+// Tiles of blocks that own keys, and stages of what lies in shared memory: Q, dO, dS, P and dQ.
+// Where dQ is summed, 64 keys a warpgroup, dS lies there, and dQ if it goes to its sums from there
+// and not from registers. Wide heads leave dQ to its own kernel and have one warpgroup for each of
+// dK and dV, which hand over P. Above 256 `column_blocks` blocks share a KV tile: each sums its
+// part of the columns of both gradients.
+struct BackwardTiles {
+  HeadDims of;
+  int block_m, block_n, stages_q, stages_do, stages_ds = 0, stages_p = 0, stages_dq = 0, column_blocks = 1;
+  // Sums of dQ have an instance that leaves out no steps (core/tuning.h, every_step_node).
+  bool has_every_step = false;
+};
+// Q serves S of the next step and dK of this one while the one after is loaded: three stages, where
+// there is room.
+constexpr BackwardTiles kBackwardTiles[] = {
+    {.of = {64, 64}, .block_m = 128, .block_n = 128, .stages_q = 3, .stages_do = 2, .stages_ds = 2, .stages_dq = 1},
+    {.of = {128, 128}, .block_m = 64, .block_n = 128, .stages_q = 3, .stages_do = 2, .stages_ds = 3, .stages_dq = 1,
+     .has_every_step = true},
+    {.of = {192, 128}, .block_m = 64, .block_n = 128, .stages_q = 3, .stages_do = 2, .stages_ds = 2},
+    {.of = {192, 192}, .block_m = 64, .block_n = 64, .stages_q = 3, .stages_do = 3, .stages_p = 2},
+    {.of = {256, 256}, .block_m = 64, .block_n = 64, .stages_q = 2, .stages_do = 2, .stages_p = 2},
+    {.of = {512, 512}, .block_m = 32, .block_n = 64, .stages_q = 2, .stages_do = 1, .column_blocks = 2},
+};
+
+template <int kHeadDim_, int kHeadDimV_>
+struct BackwardConfig {
+  static constexpr BackwardTiles kTiles = row_of(kBackwardTiles, {kHeadDim_, kHeadDimV_});
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockM = kTiles.block_m, kBlockN = kTiles.block_n;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr bool kSumsDq = true, kStagesDq = kStagesDq_;
-  static constexpr int kColumnBlocks = 1;
-  // Q serves S of the next step and dK of this one while the one after is loaded.
-  static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kStagesDq && kBlockM == 64 ? kStagesQ : 2;
+  static constexpr int kStagesQ = kTiles.stages_q, kStagesDo = kTiles.stages_do, kStagesDs = kTiles.stages_ds;
+  static constexpr int kStagesP = kTiles.stages_p, kStagesDq = kTiles.stages_dq;
+  static constexpr int kColumnBlocks = kTiles.column_blocks, kColumns = kHeadDim / kColumnBlocks;
+  static constexpr bool kSumsDq = kStagesDs > 0;
   // The geometry of a step is read once more when its Q has been left: dQ leaves one step later.
-  static constexpr int kSteps = 2 * kStagesQ;
+  static constexpr int kSteps = kSumsDq ? 2 * kStagesQ : kStagesQ;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
   using TileV = SmemTile<kBlockN, kHeadDimV>;
-  static_assert(kHeadDim >= kHeadDimV, "parts of dV lie in slots as wide as those of dK");
   using TileDs = SmemTile<kBlockN, kBlockM>;  // transposed: rows are keys
+  static constexpr int kBytesP = kBlockM * kBlockN * 2;
+  static_assert(kHeadDim >= kHeadDimV, "parts of dV lie in slots as wide as those of dK");
+  static_assert(kColumnBlocks == 1 || kBlockN <= kHeadDim - kColumns, "P of a step takes the place of columns of Q");
   // dQ of a query tile: a warpgroup computes 64 rows of it, or all rows and half of the columns.
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr int kDqCols = kHeadDim * kBlockM / 128;
   static constexpr int kDqBytes = 64 * kDqCols * 4;  // a warpgroup's share, fp32
-  static_assert(kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
-  static_assert(kDqCols % (kStagesDq ? 64 : 32) == 0,
+  static_assert(!kSumsDq || kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
+  static_assert(!kSumsDq || kDqCols % (kStagesDq > 0 ? 64 : 32) == 0,
                 "a product's columns of dQ are whole panels of K, or within one");
 
   static constexpr int kOffsetV = TileK::kBytes;
   static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
   static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
   static constexpr int kOffsetDs = kOffsetDo + kStagesDo * TileDo::kBytes;
-  static constexpr int kOffsetDq = kOffsetDs + kStagesDs * TileDs::kBytes;
-  static constexpr int kOffsetLse = kOffsetDq + (kStagesDq ? kConsumers * kDqBytes : 0);
+  static constexpr int kOffsetP = kOffsetDs + kStagesDs * TileDs::kBytes;
+  static constexpr int kOffsetDq = kOffsetP + kStagesP * kBytesP;
+  static constexpr int kOffsetLse = kOffsetDq + kStagesDq * kConsumers * kDqBytes;
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
   static constexpr int kBarrierBytes = 256;
@@ -120,159 +183,39 @@ struct BackwardWarpgroupTiles {
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
-// dK and dV of wide heads: a KV tile of 64 rows, one warpgroup for each of the two sums.
-template <int kHeadDim_, int kHeadDimV_, int kStages_>
-struct BackwardWideTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 64, kBlockN = 64;
-  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr bool kSumsDq = false;
-  static constexpr int kColumnBlocks = 1;
-  static constexpr int kStagesQ = kStages_, kStagesDo = kStages_, kSteps = kStagesQ;
-  using Registers = BackwardRegisters;
-  using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileDo = SmemTile<kBlockM, kHeadDimV>;
-  using TileK = SmemTile<kBlockN, kHeadDim>;
-  using TileV = SmemTile<kBlockN, kHeadDimV>;
-  static_assert(kHeadDim >= kHeadDimV, "parts of dV lie in slots as wide as those of dK");
-  static constexpr int kBytesP = kBlockM * kBlockN * 2;  // of two buffers
-  static constexpr int kOffsetV = TileK::kBytes;
-  static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
-  static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
-  static constexpr int kOffsetP = kOffsetDo + kStagesDo * TileDo::kBytes;
-  static constexpr int kOffsetLse = kOffsetP + 2 * kBytesP;
-  static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
-  static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
-  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
-  static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
-};
-
-// dK and dV of heads wider than 256: a KV tile of 64 rows for kColumnBlocks_ blocks. Each sums its
-// part of the columns of both gradients, one warpgroup for each.
-template <int kHeadDim_, int kColumnBlocks_, int kBlockM_>
-struct BackwardColumnTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 64;
-  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr bool kSumsDq = false;
-  static constexpr int kColumnBlocks = kColumnBlocks_, kColumns = kHeadDim / kColumnBlocks;
-  // Q serves S, and dK a good deal later.
-  static constexpr int kStagesQ = 2, kStagesDo = 1, kSteps = kStagesQ;
-  using Registers = BackwardRegisters;
-  using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileDo = TileQ;
-  using TileK = SmemTile<kBlockN, kHeadDim>;
-  using TileV = TileK;
-  static_assert(kBlockN <= kHeadDim - kColumns, "P of a step takes the place of columns of Q");
-  static constexpr int kOffsetV = TileK::kBytes;
-  static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
-  static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
-  static constexpr int kOffsetLse = kOffsetDo + kStagesDo * TileDo::kBytes;
-  static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
-  static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
-  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
-  static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
-};
-
-// dQ alone: a block owns 128 queries of one head, or 64 that its warpgroups share, and streams
-// K and V. A tile of K is held longer than one of V: it serves S of its step and dQ, which is
-// issued together with S of the next.
-template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_, int kStagesQ_ = 1, int kSharers_ = 1>
-struct BackwardDqTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
-  static constexpr int kStagesQ = kStagesQ_, kStagesK = kStagesK_, kStagesV = kStagesV_;
-  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup, kBlockM = 64 * kConsumers / kSharers;
-  static constexpr int kSlices = 1, kSiblings = 1;
-  static constexpr bool kPacksHeads = kSharers == 1;
-  using Registers = BackwardRegisters;
-  using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileDo = SmemTile<kBlockM, kHeadDimV>;
-  using TileK = SmemTile<kBlockN, kHeadDim>;
-  using TileV = SmemTile<kBlockN, kHeadDimV>;
-  static constexpr int kOffsetDo = kStagesQ * TileQ::kBytes;
-  static constexpr int kOffsetK = kOffsetDo + kStagesQ * TileDo::kBytes;
-  static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
-  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
-  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
-  static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
-};
-
-template <int kHeadDim, int kHeadDimV>
-struct BackwardDqConfig;
-template <>
-struct BackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 128, 3, 2, 2> {};
-template <>
-struct BackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 128, 3, 2> {};
-template <>
-struct BackwardDqConfig<192, 128> : BackwardDqTiles<192, 128, 96, 3, 1> {};
-template <>
-struct BackwardDqConfig<192, 192> : BackwardDqTiles<192, 192, 80, 2, 2> {};
-template <>
-struct BackwardDqConfig<256, 256> : BackwardDqTiles<256, 256, 64, 2, 1> {};
-template <>
-struct BackwardDqConfig<512, 512> : BackwardDqTiles<512, 512, 32, 2, 1, 1, 2> {};
-
-// For short walks. At d = 64 as in the forward: 16 queries of 8 heads and a window of 128 see 143
-// keys. At d = 128 there is room for the queries of the next item too.
-template <int kHeadDim, int kHeadDimV>
-struct NarrowBackwardDqConfig : BackwardDqConfig<kHeadDim, kHeadDimV> {};
-template <>
-struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
-template <>
-struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2> {};
-
-template <int kHeadDim, int kHeadDimV>
-struct BackwardConfig;
-template <>
-struct BackwardConfig<64, 64> : BackwardWarpgroupTiles<64, 64, 128> {};
-template <>
-struct BackwardConfig<128, 128> : BackwardWarpgroupTiles<128, 128, 64> {};
-template <>
-struct BackwardConfig<192, 128> : BackwardWarpgroupTiles<192, 128, 64, false> {};
-template <>
-struct BackwardConfig<192, 192> : BackwardWideTiles<192, 192, 3> {};
-template <>
-struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
-template <>
-struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
-
-// Whether sums of dQ have an instance that leaves out no steps (core/tuning.h, every_step_node).
-template <int kHeadDim, int kHeadDimV>
-constexpr bool kHasEveryStep = false;
-template <>
-inline constexpr bool kHasEveryStep<128, 128> = true;
-
-template <class Config>
-constexpr TileInfo tile_info(bool packs_heads = true, int column_blocks = 1) {
-  return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, packs_heads, column_blocks};
-}
-
-template <int kHeadDim, int kHeadDimV>
-constexpr KernelTraits forward_traits() {
-  using Config = ForwardConfig<kHeadDim, kHeadDimV>;
-  using Narrow = NarrowForwardConfig<kHeadDim, kHeadDimV>;
-  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>()};
+// Traits of kernels that own queries, whose list of query tiles serves wide and narrow KV tiles.
+template <class Config, class Narrow>
+constexpr KernelTraits query_traits() {
+  const auto tiles_of = [](auto config) {
+    using Tiles = decltype(config);
+    return TileInfo{Tiles::kBlockM, Tiles::kBlockN, Tiles::kSharedBytes, Tiles::kPacksHeads};
+  };
   static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
-  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>();
+  KernelTraits traits{Arch::sm90, Config::kTiles.of, tiles_of(Config())};
+  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tiles_of(Narrow());
   traits.siblings = Config::kSiblings;
   return traits;
 }
 
 template <int kHeadDim, int kHeadDimV>
-constexpr KernelTraits backward_traits() {
-  using Config = BackwardConfig<kHeadDim, kHeadDimV>;
-  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(true, Config::kColumnBlocks)};
-  traits.sums_dq = Config::kSumsDq;
-  if constexpr (Config::kSumsDq) traits.orders_dq = Config::kStagesDq;
-  traits.has_every_step = kHasEveryStep<kHeadDim, kHeadDimV>;
-  return traits;
+constexpr KernelTraits forward_traits() {
+  return query_traits<ForwardConfig<kHeadDim, kHeadDimV>, NarrowForwardConfig<kHeadDim, kHeadDimV>>();
 }
 
 template <int kHeadDim, int kHeadDimV>
 constexpr KernelTraits backward_dq_traits() {
-  using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
-  using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
-  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(Config::kPacksHeads)};
-  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>(Narrow::kPacksHeads);
-  return traits;
+  return query_traits<BackwardDqConfig<kHeadDim, kHeadDimV>, NarrowBackwardDqConfig<kHeadDim, kHeadDimV>>();
+}
+
+template <int kHeadDim, int kHeadDimV>
+constexpr KernelTraits backward_traits() {
+  using Config = BackwardConfig<kHeadDim, kHeadDimV>;
+  return {.arch = Arch::sm90,
+          .dims = Config::kTiles.of,
+          .tiles = {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks},
+          .sums_dq = Config::kSumsDq,
+          .orders_dq = Config::kStagesDq > 0,
+          .has_every_step = Config::kTiles.has_every_step};
 }
 
 }  // namespace dualkv::sm90

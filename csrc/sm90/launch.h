@@ -103,7 +103,7 @@ template <typename T, class Config>
 auto pick_backward(const BackwardParams<T>& p) {
   const auto pick = [&](auto has_softcap) {
     constexpr bool kSoftcap = decltype(has_softcap)::value;
-    if constexpr (Config::kStagesDq) {
+    if constexpr (Config::kStagesDq > 0) {
       return p.dq_sum ? dualkv_sm90_backward<T, Config, true, !kSoftcap, kSoftcap>
                       : dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
     } else {
@@ -134,7 +134,7 @@ bool register_backward() {
       }
     };
     BackwardKernel<T> kernel{{run}, launch_convert<T, Config>};
-    if constexpr (kHasEveryStep<kHeadDim, kHeadDimV>) kernel.launch_other = launch_every_step<T, Config>;
+    if constexpr (Config::kTiles.has_every_step) kernel.launch_other = launch_every_step<T, Config>;
     add_kernel<BackwardKernel<T>>(backward_traits<kHeadDim, kHeadDimV>(), kernel);
   });
 }
