@@ -25,8 +25,8 @@ struct Forward {
   template <typename T>
   void launch(const DualkvForward& tensors) {
     const WorkList<ForwardItem> work = list.prepare(tensors.out, tensors.lse);
-    registry<ForwardKernel<T>>().kernels[plan.kernel.index].run(
-        plan.kernel.narrow,
+    const ForwardKernel<T>& kernel = registry<ForwardKernel<T>>().kernels[plan.kernel.index];
+    (plan.kernel.narrow ? kernel.narrow : kernel.wide)(
         {problem.shape, problem.nodes, work, problem.q<T>(), problem.kv<T>(), view_of<T>(tensors.out), tensors.lse,
          tensors.sinks, plan.pack},
         problem.stream);
@@ -61,10 +61,10 @@ struct Backward {
     list.prepare<T>(problem, tensors);
     const BackwardKernel<T>& kernel = registry<BackwardKernel<T>>().kernels[plan.kernel.index];
     const KvRegions<T> dkv = regions_of<T>(tensors.dk, tensors.dv, tensors.dk_decoded, tensors.dv_decoded);
-    kernel.run(plan.every_step,
-               {problem.shape, list.nodes, list.work, problem.q<T>(), view_of<const T>(tensors.dout), problem.kv<T>(),
-                dkv, list.statistics, list.dq_sum, list.dkv_slots, list.dq_semaphores},
-               problem.stream);
+    (plan.every_step ? kernel.every_step : kernel.launch)(
+        {problem.shape, list.nodes, list.work, problem.q<T>(), view_of<const T>(tensors.dout), problem.kv<T>(), dkv,
+         list.statistics, list.dq_sum, list.dkv_slots, list.dq_semaphores},
+        problem.stream);
     count_launch(backward_name(plan));
     kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(tensors.dq), list.splits, list.dkv_slots, dkv,
                     plan.kernel.tiles.block_n, plan.padded_head_dim(), plan.kernel.pack},
@@ -84,8 +84,8 @@ struct Backward {
   template <typename T>
   void launch_dq(const DualkvBackward& tensors) {
     const WorkList<ForwardItem> work = dq_list->prepare(tensors.dq, nullptr);
-    registry<BackwardDqKernel<T>>().kernels[plan.dq.index].run(
-        plan.dq.narrow,
+    const BackwardDqKernel<T>& kernel = registry<BackwardDqKernel<T>>().kernels[plan.dq.index];
+    (plan.dq.narrow ? kernel.narrow : kernel.wide)(
         {problem.shape, problem.nodes, work, problem.q<T>(), view_of<const T>(tensors.dout), problem.kv<T>(),
          list.statistics, view_of<T>(tensors.dq), plan.dq.pack},
         problem.stream);

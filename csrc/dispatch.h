@@ -22,37 +22,36 @@ inline void check_cuda(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(status));
 }
 
-// The launches of a kernel: the usual one, and the other that a plan may choose: with narrow tiles
-// or, of dK and dV, with every step. Null where there is none.
 template <class Params>
-struct Launches {
-  void (*launch)(const Params&, cudaStream_t);
-  void (*launch_other)(const Params&, cudaStream_t) = nullptr;
+using Launch = void (*)(const Params&, cudaStream_t);
 
-  void run(bool other, const Params& params, cudaStream_t stream) const {
-    (other ? launch_other : launch)(params, stream);
-  }
-};
-
+// The forward with wide and with narrow KV tiles, null where there are none.
 template <typename T>
-struct ForwardKernel : Launches<ForwardParams<T>> {};
+struct ForwardKernel {
+  Launch<ForwardParams<T>> wide, narrow = nullptr;
+};
 
 // dK, dV and, where it sums it, dQ. `convert` comes behind it and rounds what is left in fp32: the
-// sums of dQ, and the parts of split tiles.
+// sums of dQ, and the parts of split tiles. `every_step`, null in most: leaves out no steps.
 template <typename T>
-struct BackwardKernel : Launches<BackwardParams<T>> {
-  void (*convert)(const ConvertParams<T>&, cudaStream_t);
+struct BackwardKernel {
+  Launch<BackwardParams<T>> launch;
+  Launch<ConvertParams<T>> convert;
+  Launch<BackwardParams<T>> every_step = nullptr;
 };
 
-// dQ alone.
+// dQ alone, likewise with wide and with narrow KV tiles.
 template <typename T>
-struct BackwardDqKernel : Launches<BackwardDqParams<T>> {};
+struct BackwardDqKernel {
+  Launch<BackwardDqParams<T>> wide, narrow = nullptr;
+};
 
 // Decode over pages (decode/kernel_params.h).
 template <typename T>
 struct DecodeParams;
 template <typename T>
-struct DecodeKernel : Launches<DecodeParams<T>> {
+struct DecodeKernel {
+  Launch<DecodeParams<T>> launch;
   int blocks_per_sm;
 };
 

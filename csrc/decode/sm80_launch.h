@@ -26,7 +26,7 @@ DecodeKernel<T> decode_kernel() {
     launch(dualkv_sm80_decode<T, Config>, int64_t{Config::kBlocksPerSm} * p.shape.num_sms, Config::kThreads,
            Config::kSharedBytes, stream, p);
   };
-  return {{run}, Config::kBlocksPerSm};
+  return {run, Config::kBlocksPerSm};
 }
 
 }  // namespace dualkv::sm80

@@ -49,22 +49,17 @@ constexpr KernelTraits decode_traits() {
   return {Arch::sm90, {kHeadDim, kHeadDim}, {kDecodeRows, Config::kBlockN, Config::kSharedBytes}};
 }
 
-template <typename T, class Config, bool kSoftcap>
-void launch_decode_blocks(const DecodeParams<T>& p, cudaStream_t stream) {
-  launch(dualkv_sm90_decode<T, Config, kSoftcap>, Config::kBlocks * p.shape.num_sms, Config::kThreads,
-         Config::kSharedBytes, stream, p);
-}
-
 template <int kHeadDim>
 bool register_decode() {
   return for_element_types([](auto element) {
     using T = decltype(element);
     using Config = DecodeConfig<kHeadDim>;
     const auto run = [](const DecodeParams<T>& p, cudaStream_t stream) {
-      p.shape.softcap.exists() ? launch_decode_blocks<T, Config, true>(p, stream)
-                               : launch_decode_blocks<T, Config, false>(p, stream);
+      const auto kernel =
+          p.shape.softcap.exists() ? dualkv_sm90_decode<T, Config, true> : dualkv_sm90_decode<T, Config, false>;
+      launch(kernel, Config::kBlocks * p.shape.num_sms, Config::kThreads, Config::kSharedBytes, stream, p);
     };
-    add_kernel<DecodeKernel<T>>(decode_traits<kHeadDim>(), {{run}, Config::kBlocks});
+    add_kernel<DecodeKernel<T>>(decode_traits<kHeadDim>(), {run, Config::kBlocks});
   });
 }
 

@@ -17,7 +17,7 @@ ForwardKernel<T> forward_kernel() {
     launch(dualkv_sm80_forward<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
            Config::kSharedBytes, stream, p);
   };
-  return {{run}};
+  return {run};
 }
 
 template <typename T, class Config>
@@ -32,7 +32,7 @@ BackwardKernel<T> backward_kernel() {
     launch(dualkv_convert_sm80<T, Config>, dkv_blocks + dq_blocks, Config::kThreads, Config::TileQ::kBytes, stream, p,
            dkv_blocks);
   };
-  return {{run}, convert};
+  return {run, convert};
 }
 
 template <typename T, class Config>
@@ -41,7 +41,7 @@ BackwardDqKernel<T> backward_dq_kernel() {
     launch(dualkv_sm80_backward_dq<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
            Config::kSharedBytes, stream, p);
   };
-  return {{run}};
+  return {run};
 }
 
 // Registers the kernels of all footprints for each element type. `make(element, config)` makes one

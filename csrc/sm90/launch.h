@@ -3,6 +3,7 @@
 // of them.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "kernels/launch.h"
@@ -29,22 +30,20 @@ RegionMaps region_maps(const KvRegions<const T>& kv, const Extents& rows, const 
           kv_maps(kv.decoded, rows.decoded_rows, shape, block_n)};
 }
 
-template <typename T, class Config, bool kSoftcap>
-void launch_forward_tiles(const ForwardParams<T>& p, cudaStream_t stream) {
+// kTakesSoftcap: whether there is an instance for calls with a softcap, whose tiles are wide.
+template <typename T, class Config, bool kTakesSoftcap>
+void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
+  auto kernel = dualkv_sm90_forward<T, Config, false>;
+  if constexpr (kTakesSoftcap) {
+    if (p.shape.softcap.exists()) kernel = dualkv_sm90_forward<T, Config, true>;
+  }
   const QueryTiling tiling = query_tiling<Config>(p.packed_heads);
   const ForwardMaps maps{make_tensor_map(p.q, p.shape.q_rows, p.shape.num_heads, p.shape.head_dim,
                                          tiling.slice_queries(), p.packed_heads),
                          region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN),
                          region_maps(p.kv, p.nodes.extents, p.shape, kSlabRows)};
   const int64_t items = int64_t{p.work.capacity} * (p.shape.num_heads / p.packed_heads);
-  launch(dualkv_sm90_forward<T, Config, kSoftcap>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
-         Config::kSharedBytes, stream, p, maps);
-}
-
-template <typename T, class Config>
-void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
-  p.shape.softcap.exists() ? launch_forward_tiles<T, Config, true>(p, stream)
-                           : launch_forward_tiles<T, Config, false>(p, stream);
+  launch(kernel, std::min<int64_t>(items, p.shape.num_sms), Config::kThreads, Config::kSharedBytes, stream, p, maps);
 }
 
 template <typename T>
@@ -52,9 +51,31 @@ CUtensorMap query_map(const TensorView<const T>& view, const ProblemShape& shape
   return make_tensor_map(view, shape.q_rows, shape.num_heads, head_dim, tiling.queries, tiling.heads);
 }
 
+// The instance for a call. Steps of which a warpgroup sees nothing are left out, but not beside
+// sums of dQ with a softcap, whose registers leave no room for that.
 template <typename T, class Config>
-void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const BackwardParams<T>& p,
-                     cudaStream_t stream) {
+auto pick_backward(const BackwardParams<T>& p) {
+  const auto pick = [&](auto has_softcap) {
+    constexpr bool kSoftcap = decltype(has_softcap)::value;
+    if constexpr (Config::kColumnBlocks > 1) {
+      return dualkv_sm90_backward_columns<T, Config>;
+    } else if constexpr (!Config::kSumsDq) {
+      return dualkv_sm90_backward_wide<T, Config>;
+    } else if constexpr (Config::kStagesDq > 0) {
+      return p.dq_sum ? dualkv_sm90_backward<T, Config, true, !kSoftcap, kSoftcap>
+                      : dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
+    } else {
+      return p.dq_sum ? dualkv_sm90_backward_mla<T, Config, true, kSoftcap>
+                      : dualkv_sm90_backward_mla<T, Config, false, kSoftcap>;
+    }
+  };
+  return p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type());
+}
+
+template <typename T, class Config, bool kEveryStep>
+void launch_backward(const BackwardParams<T>& p, cudaStream_t stream) {
+  auto kernel = pick_backward<T, Config>(p);
+  if constexpr (kEveryStep) kernel = dualkv_sm90_backward<T, Config, true, false, false>;
   const Pack heads = p.statistics.heads;
   const QueryTiling tiling{heads.queries(Config::kBlockM), heads.heads()};
   const BackwardMaps maps{query_map(p.q, p.shape, p.shape.head_dim, tiling),
@@ -71,7 +92,7 @@ void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
                             query_map(p.dout, p.shape, p.shape.head_dim_v, tiling),
                             region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   const int64_t items = int64_t{p.work.capacity} * p.heads.queries(p.shape.num_heads);
-  launch(dualkv_sm90_backward_dq<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
+  launch(dualkv_sm90_backward_dq<T, Config>, std::min<int64_t>(items, p.shape.num_sms), Config::kThreads,
          Config::kSharedBytes, stream, p, maps);
 }
 
@@ -79,7 +100,8 @@ template <typename T, class Config>
 void launch_convert(const ConvertParams<T>& p, cudaStream_t stream) {
   constexpr int kThreads = Config::kConsumers * kWarpgroup;
   const int dkv_blocks = convert_dkv_blocks(p, kThreads);
-  const int packs = p.heads.queries(p.shape.num_heads), m_blocks = ceil_div(p.shape.q_rows, p.heads.queries(Config::kBlockM));
+  const int packs = p.heads.queries(p.shape.num_heads);
+  const int m_blocks = ceil_div(p.shape.q_rows, p.heads.queries(Config::kBlockM));
   const int64_t dq_blocks = p.dq_sum ? int64_t{packs} * m_blocks : 0;
   launch(dualkv_convert_sm90<T, Config>, dkv_blocks + dq_blocks, kThreads, Config::kSumsDq ? Config::TileQ::kBytes : 0,
          stream, p, dkv_blocks);
@@ -91,32 +113,10 @@ bool register_forward() {
   using Narrow = NarrowForwardConfig<kHeadDim, kHeadDimV>;
   return for_element_types([](auto element) {
     using T = decltype(element);
-    ForwardKernel<T> kernel{{launch_forward<T, Config>}};
-    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_other = launch_forward_tiles<T, Narrow, false>;
+    ForwardKernel<T> kernel{launch_forward<T, Config, true>};
+    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.narrow = launch_forward<T, Narrow, false>;
     add_kernel<ForwardKernel<T>>(forward_traits<kHeadDim, kHeadDimV>(), kernel);
   });
-}
-
-// The instance for a call. Steps of which a warpgroup sees nothing are left out, but not beside
-// sums of dQ with a softcap, whose registers leave no room for that.
-template <typename T, class Config>
-auto pick_backward(const BackwardParams<T>& p) {
-  const auto pick = [&](auto has_softcap) {
-    constexpr bool kSoftcap = decltype(has_softcap)::value;
-    if constexpr (Config::kStagesDq > 0) {
-      return p.dq_sum ? dualkv_sm90_backward<T, Config, true, !kSoftcap, kSoftcap>
-                      : dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
-    } else {
-      return p.dq_sum ? dualkv_sm90_backward_mla<T, Config, true, kSoftcap>
-                      : dualkv_sm90_backward_mla<T, Config, false, kSoftcap>;
-    }
-  };
-  return p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type());
-}
-
-template <typename T, class Config>
-void launch_every_step(const BackwardParams<T>& p, cudaStream_t stream) {
-  launch_backward<T, Config>(dualkv_sm90_backward<T, Config, true, false, false>, p, stream);
 }
 
 template <int kHeadDim, int kHeadDimV = kHeadDim>
@@ -124,17 +124,8 @@ bool register_backward() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
   return for_element_types([](auto element) {
     using T = decltype(element);
-    const auto run = [](const BackwardParams<T>& p, cudaStream_t stream) {
-      if constexpr (Config::kSumsDq) {
-        launch_backward<T, Config>(pick_backward<T, Config>(p), p, stream);
-      } else if constexpr (Config::kColumnBlocks > 1) {
-        launch_backward<T, Config>(dualkv_sm90_backward_columns<T, Config>, p, stream);
-      } else {
-        launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
-      }
-    };
-    BackwardKernel<T> kernel{{run}, launch_convert<T, Config>};
-    if constexpr (Config::kTiles.has_every_step) kernel.launch_other = launch_every_step<T, Config>;
+    BackwardKernel<T> kernel{launch_backward<T, Config, false>, launch_convert<T, Config>};
+    if constexpr (Config::kTiles.has_every_step) kernel.every_step = launch_backward<T, Config, true>;
     add_kernel<BackwardKernel<T>>(backward_traits<kHeadDim, kHeadDimV>(), kernel);
   });
 }
@@ -145,8 +136,8 @@ bool register_backward_dq() {
   using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
   return for_element_types([](auto element) {
     using T = decltype(element);
-    BackwardDqKernel<T> kernel{{launch_backward_dq<T, Config>}};
-    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_other = launch_backward_dq<T, Narrow>;
+    BackwardDqKernel<T> kernel{launch_backward_dq<T, Config>};
+    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.narrow = launch_backward_dq<T, Narrow>;
     add_kernel<BackwardDqKernel<T>>(backward_dq_traits<kHeadDim, kHeadDimV>(), kernel);
   });
 }
