@@ -15,7 +15,7 @@
 // without keys whose queries are among its parent's keys gathers the tails that the parent does.
 #pragma once
 
-#include "core/nodes.h"
+#include "core/path_walk.h"
 
 namespace dualkv {
 

@@ -20,7 +20,8 @@
 #pragma once
 
 #include "core/block_order.h"
-#include "core/nodes.h"
+#include "core/path_walk.h"
+#include "core/query_walk.h"
 
 namespace dualkv {
 
