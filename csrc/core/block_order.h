@@ -5,9 +5,8 @@
 //
 // - Longest first, so that all multiprocessors end at about the same time.
 // - Blocks that walk the same queries run at the same time, so that these Q, dO and dQ are read
-//   from L2
-//   and not from DRAM. The card runs at its power limit, and DRAM traffic takes power from tensor
-//   cores.
+//   from L2 and not from DRAM. The card runs at its power limit, and DRAM traffic takes power from
+//   tensor cores.
 //
 // Three words say how it is made.
 //

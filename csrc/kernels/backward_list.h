@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Builds the list of KV tiles: which are split into how many parts (core/schedule.h), and their
-// order (core/block_order.h). Tiles are numbered in raster order.
+// order (core/block_order.h). Tiles are numbered in raster order. docs/notes/work_lists.md has the
+// list of a call with three nodes, phase by phase.
 #pragma once
 
 #include "kernels/list_block.h"
