@@ -44,12 +44,6 @@ struct DecodeConfig {
 };
 
 template <int kHeadDim>
-constexpr KernelTraits decode_traits() {
-  using Config = DecodeConfig<kHeadDim>;
-  return {Arch::sm90, {kHeadDim, kHeadDim}, {kDecodeRows, Config::kBlockN, Config::kSharedBytes}};
-}
-
-template <int kHeadDim>
 bool register_decode() {
   return for_element_types([](auto element) {
     using T = decltype(element);
@@ -59,7 +53,8 @@ bool register_decode() {
           p.shape.softcap.exists() ? dualkv_sm90_decode<T, Config, true> : dualkv_sm90_decode<T, Config, false>;
       launch(kernel, Config::kBlocks * p.shape.num_sms, Config::kThreads, Config::kSharedBytes, stream, p);
     };
-    add_kernel<DecodeKernel<T>>(decode_traits<kHeadDim>(), {run, Config::kBlocks});
+    const TileInfo tiles{kDecodeRows, Config::kBlockN, Config::kSharedBytes};
+    add_kernel<DecodeKernel<T>>({Arch::sm90, {kHeadDim, kHeadDim}, tiles}, {run, Config::kBlocks});
   });
 }
 

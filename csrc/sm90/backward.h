@@ -469,7 +469,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (!start_block<Config>(shared, block, p)) return;
 
   if (threadIdx.x < kWarpgroup) {
-    ptx::give_registers<Config::Registers::kProducer>();
+    ptx::give_registers<Config::kRegisters.producer>();
     // Broadcast, so that the compiler knows it to be warp-uniform.
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
     if (threadIdx.x == 0) {
@@ -478,7 +478,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       add_dq(shared, p, block, steps, warp - 1);
     }
   } else {
-    ptx::take_registers<Config::Registers::kConsumer>();
+    ptx::take_registers<Config::kRegisters.consumer>();
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
     BackwardConsumer<T, Config, kComputeDq, kSkipsHidden, kSoftcap> consumer{{shared, p, block, steps, group * 64}};
     consumer.run();

@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
-    ptx::give_registers<Config::Registers::kProducer>();
+    ptx::give_registers<Config::kRegisters.producer>();
     const QueryRole role = query_role();
     if (threadIdx.x % 32 > 0) return;
     const Pack heads = pack_of<Config>(p);
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       hand_out_works<Config>(shared, p, works, QueryTiling{heads.queries(Config::kBlockM), heads.heads()}, load);
     }
   } else {
-    ptx::take_registers<Config::Registers::kConsumer>();
+    ptx::take_registers<Config::kRegisters.consumer>();
     if constexpr (Config::kSharers == 1) {
       BackwardDqConsumer<T, Config, DqRole::all>{shared, p, steps}.run(works);
     } else if (threadIdx.x < 2 * kWarpgroup) {

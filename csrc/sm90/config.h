@@ -2,8 +2,6 @@
 // Tile sizes per head dimension on Hopper: 227 KB of shared memory, one block a multiprocessor.
 #pragma once
 
-#include <type_traits>
-
 #include "core/kernel_traits.h"
 #include "core/siblings.h"
 #include "tile/smem_tile.h"
@@ -14,23 +12,14 @@ constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kWarpgroup = 128;
 constexpr int kBarrierBytes = 320;  // of kernels that own query tiles
 
-// Registers a thread, after the producer's warpgroup has given some of its own to the consumers.
-template <int kConsumers>
-struct RegisterShare;
-template <>
-struct RegisterShare<2> {
-  static constexpr int kProducer = 40, kConsumer = 232;
+// Registers a thread of kernels with that many consumer warpgroups, after the producer's has given
+// some of its own to them. The backward kernels need every register.
+struct RegisterShare {
+  int of, producer, consumer;
 };
-template <>
-struct RegisterShare<3> {
-  static constexpr int kProducer = 32, kConsumer = 160;
-};
-
-// The backward kernels need every register.
-struct BackwardRegisters {
-  static constexpr int kProducer = 24, kConsumer = 240;
-  static_assert((kProducer + 2 * kConsumer) * kWarpgroup <= 64 * 1024, "setmaxnreg would wait for ever");
-};
+constexpr RegisterShare kForwardRegisters[] = {{.of = 2, .producer = 40, .consumer = 232},
+                                               {.of = 3, .producer = 32, .consumer = 160}};
+constexpr RegisterShare kBackwardRegisters{.of = 2, .producer = 24, .consumer = 240};
 
 // Tiles of blocks that own queries and stream K and V. `sharers` warpgroups share 64 queries: each
 // computes their scores, and its part of the columns of what is summed. No warpgroup has registers
@@ -54,7 +43,7 @@ struct QueryConfig {
   // at least for each; not tried with two slices.
   static constexpr int kSlices = kIsForward ? kBlockM / 64 : 1;
   static constexpr int kSiblings = kSlices == kMostSiblings ? kSlices : 1;
-  using Registers = std::conditional_t<kIsForward, RegisterShare<kConsumers>, BackwardRegisters>;
+  static constexpr RegisterShare kRegisters = kIsForward ? row_of(kForwardRegisters, kConsumers) : kBackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
@@ -67,7 +56,7 @@ struct QueryConfig {
   static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
   static constexpr int kBytesOfSteps = !kIsForward ? 512 : kSiblings > 1 ? 1536 : 1088;
   static_assert(kSharedBytes + kBytesOfSteps <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
-  static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
+  static_assert((kRegisters.producer + kConsumers * kRegisters.consumer) * kWarpgroup <= 64 * 1024,
                 "setmaxnreg would wait for ever");
 };
 
@@ -152,7 +141,7 @@ struct BackwardConfig {
   static constexpr bool kSumsDq = kStagesDs > 0;
   // The geometry of a step is read once more when its Q has been left: dQ leaves one step later.
   static constexpr int kSteps = kSumsDq ? 2 * kStagesQ : kStagesQ;
-  using Registers = BackwardRegisters;
+  static constexpr RegisterShare kRegisters = kBackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
@@ -197,19 +186,8 @@ constexpr KernelTraits query_traits() {
   return traits;
 }
 
-template <int kHeadDim, int kHeadDimV>
-constexpr KernelTraits forward_traits() {
-  return query_traits<ForwardConfig<kHeadDim, kHeadDimV>, NarrowForwardConfig<kHeadDim, kHeadDimV>>();
-}
-
-template <int kHeadDim, int kHeadDimV>
-constexpr KernelTraits backward_dq_traits() {
-  return query_traits<BackwardDqConfig<kHeadDim, kHeadDimV>, NarrowBackwardDqConfig<kHeadDim, kHeadDimV>>();
-}
-
-template <int kHeadDim, int kHeadDimV>
+template <class Config>
 constexpr KernelTraits backward_traits() {
-  using Config = BackwardConfig<kHeadDim, kHeadDimV>;
   return {.arch = Arch::sm90,
           .dims = Config::kTiles.of,
           .tiles = {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks},

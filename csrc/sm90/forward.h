@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
-    ptx::give_registers<Config::Registers::kProducer>();
+    ptx::give_registers<Config::kRegisters.producer>();
     const QueryRole role = query_role();
     if (threadIdx.x % 32 > 0) return;
     const ForwardProducer<T, Config> producer{shared, p, maps, steps};
@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       hand_out_works<Config>(shared, p, works, tiling, load);
     }
   } else {
-    ptx::take_registers<Config::Registers::kConsumer>();
+    ptx::take_registers<Config::kRegisters.consumer>();
     ForwardConsumer<T, Config, kSoftcap> consumer{shared, p, steps};
     consume_works(shared, works, consumer.lane,
                   [&](const ForwardBlock<Config>& block) { consumer.attend(block.of_slice(consumer.slice)); });

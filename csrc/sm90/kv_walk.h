@@ -202,11 +202,11 @@ __device__ __forceinline__ bool feed_consumers(const Shared& shared, KvBlock& bl
                                                const BackwardParams<T>& p, const BackwardMaps& maps) {
   if (!start_block<Config>(shared, block, p)) return false;
   if (threadIdx.x < kWarpgroup) {
-    ptx::give_registers<Config::Registers::kProducer>();
+    ptx::give_registers<Config::kRegisters.producer>();
     if (threadIdx.x == 0) BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
     return false;
   }
-  ptx::take_registers<Config::Registers::kConsumer>();
+  ptx::take_registers<Config::kRegisters.consumer>();
   return true;
 }
 

@@ -115,7 +115,7 @@ bool register_forward() {
     using T = decltype(element);
     ForwardKernel<T> kernel{launch_forward<T, Config, true>};
     if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.narrow = launch_forward<T, Narrow, false>;
-    add_kernel<ForwardKernel<T>>(forward_traits<kHeadDim, kHeadDimV>(), kernel);
+    add_kernel<ForwardKernel<T>>(query_traits<Config, Narrow>(), kernel);
   });
 }
 
@@ -126,7 +126,7 @@ bool register_backward() {
     using T = decltype(element);
     BackwardKernel<T> kernel{launch_backward<T, Config, false>, launch_convert<T, Config>};
     if constexpr (Config::kTiles.has_every_step) kernel.every_step = launch_backward<T, Config, true>;
-    add_kernel<BackwardKernel<T>>(backward_traits<kHeadDim, kHeadDimV>(), kernel);
+    add_kernel<BackwardKernel<T>>(backward_traits<Config>(), kernel);
   });
 }
 
@@ -138,7 +138,7 @@ bool register_backward_dq() {
     using T = decltype(element);
     BackwardDqKernel<T> kernel{launch_backward_dq<T, Config>};
     if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.narrow = launch_backward_dq<T, Narrow>;
-    add_kernel<BackwardDqKernel<T>>(backward_dq_traits<kHeadDim, kHeadDimV>(), kernel);
+    add_kernel<BackwardDqKernel<T>>(query_traits<Config, Narrow>(), kernel);
   });
 }
 

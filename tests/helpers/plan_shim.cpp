@@ -22,9 +22,11 @@ struct Kernels {
 
   template <int kHeadDim, int kHeadDimV = kHeadDim>
   void add_sm90() {
-    forward.push_back(sm90::forward_traits<kHeadDim, kHeadDimV>());
-    backward.push_back(sm90::backward_traits<kHeadDim, kHeadDimV>());
-    backward_dq.push_back(sm90::backward_dq_traits<kHeadDim, kHeadDimV>());
+    using namespace sm90;
+    using DqConfig = BackwardDqConfig<kHeadDim, kHeadDimV>;
+    forward.push_back(query_traits<ForwardConfig<kHeadDim, kHeadDimV>, NarrowForwardConfig<kHeadDim, kHeadDimV>>());
+    backward.push_back(backward_traits<BackwardConfig<kHeadDim, kHeadDimV>>());
+    backward_dq.push_back(query_traits<DqConfig, NarrowBackwardDqConfig<kHeadDim, kHeadDimV>>());
   }
   template <int kHeadDim>
   void add_sm80() {
