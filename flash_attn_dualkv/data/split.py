@@ -199,14 +199,14 @@ def _fill(tree: PrefixTree, max_tokens: int) -> tuple[list[list[int]], int]:
         own = tree.node_lens[node]
         room = max_tokens - tree.begins[node] - own
         # What is last in the row comes first.
-        united = _united(parts[node][::-1], room)
-        parts[tree.node_parents[node]] += [(own + size, members) for size, members in reversed(united)]
+        found = united(parts[node][::-1], room)
+        parts[tree.node_parents[node]] += [(own + size, members) for size, members in reversed(found)]
         parts[node] = []
-    found = _united(parts[-1][::-1], max_tokens)
+    found = united(parts[-1][::-1], max_tokens)
     return [members for _, members in found], sum(size for size, _ in found)
 
 
-def _united(parts: list[tuple[int, list[int]]], room: int) -> list[tuple[int, list[int]]]:
+def united(parts: list[tuple[int, list[int]]], room: int) -> list[tuple[int, list[int]]]:
     """Fewer parts of at most `room` rows: best fit, decreasing. None has more rows yet."""
     sizes = [size for size, _ in parts]
     bins: list[list[int]] = []

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How trees that no micro-batch holds are cut: trunks whose keys are kept, and parts that run one after the other.
+
+    cut = plan_parts(tree, max_tokens=16384)
+
+A trunk runs before its parts, which see its keys, and once more after them, when the gradients of these are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from .. import checks
+from ..checks import explain
+from ..errors import SharedPromptError
+from .prefix_tree import PrefixTree
+from .split import united
+
+# Rows at whose multiples a node is cut: query tiles of all kernels of the forward divide it.
+TILE = 384
+# Of the room for a trunk, how much several branches fill at most that are no single path: a trunk
+# of many small nodes costs two passes, each of them by itself as many.
+_BRANCHES = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Nodes that run in one pass.
+
+    Attributes:
+        nodes: of the cut, rising. The nodes that they continue are theirs, or those of trunks above.
+        parts: the pieces that continue a trunk, in the order in which they run; none for a part.
+    """
+
+    nodes: tuple[int, ...]
+    parts: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Trees in pieces. Every node that has rows is in one of them.
+
+    Attributes:
+        node_lens: (n,) rows of each node, depth first. Nodes of the tree that are too long for a trunk are several
+            here, one below the other; the row is the same.
+        node_parents: (n,) the node that each continues; -1 for roots.
+        pieces: that continue nothing, in the order in which they run; one without parts where nothing had to be cut.
+    """
+
+    node_lens: tuple[int, ...]
+    node_parents: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if one pass has all rows."""
+        return len(self.pieces) < 2 and not any(piece.parts for piece in self.pieces)
+
+    @property
+    def trunk_rows(self) -> int:
+        """Rows that run twice: of all trunks."""
+        return sum(self.rows_of(piece) for piece in _walk(self.pieces) if piece.parts)
+
+    @property
+    def num_trunks(self) -> int:
+        return sum(bool(piece.parts) for piece in _walk(self.pieces))
+
+    @property
+    def num_parts(self) -> int:
+        return sum(not piece.parts for piece in _walk(self.pieces))
+
+    def rows_of(self, piece: Piece) -> int:
+        """Rows of a piece, without those that it continues."""
+        return sum(self.node_lens[node] for node in piece.nodes)
+
+    def most_kept(self, pieces: Sequence[Piece] | None = None) -> int:
+        """The most rows whose keys are kept at a time: of the trunks of one path."""
+        pieces = self.pieces if pieces is None else pieces
+        return max((self.rows_of(piece) + self.most_kept(piece.parts) for piece in pieces if piece.parts), default=0)
+
+
+class _Rest(NamedTuple):
+    """A node from a row on, and all that is below it."""
+
+    node: int
+    begin: int = 0
+
+
+class _Run(NamedTuple):
+    """Some rows of a node."""
+
+    node: int
+    begin: int
+    end: int
+
+
+@dataclass
+class _Runs:
+    """A piece while nodes are still to be cut."""
+
+    own: list[_Run]
+    parts: list[_Runs]
+
+
+_Found = TypeVar("_Found", Piece, _Runs)
+
+
+def plan_parts(
+    tree: PrefixTree, max_tokens: int, *, kept: float = 1.0, held: bool = False, levels: int | None = None,
+    tile: int = TILE,
+) -> Cut:  # fmt: skip
+    """Trunks and parts of which none needs more memory than a micro-batch of `max_tokens` rows.
+
+    Trees that fit are not cut, and share passes. Of others the nodes whose subtrees do not fit are trunks, a level below
+    the other where one trunk would not fit, and depth first, so that only the keys of one path are kept. What continues
+    a trunk is divided among parts that are as full as the budget allows. Nodes too long for a trunk are cut.
+
+    Args:
+        tree: of the batch.
+        max_tokens: rows of a micro-batch that fits.
+        kept: how many rows' memory the kept keys, values and sums of their gradients of a row take; >= 0.
+        held: the activations of trunks stay as well while their parts run.
+        levels: the most trunks of a path; None: any.
+        tile: cuts inside of nodes are at multiples of so many rows.
+
+    Raises:
+        SharedPromptError: an argument is not as described; what is kept of a path leaves no room; too many levels.
+    """
+    budget = checks.integer("max_tokens", max_tokens, 1)
+    planner = _Planner(
+        tree.node_lens, tree.node_parents, budget, checks.number("kept", kept, zero=True), checks.flag("held", held),
+        checks.integer("tile", tile, 1),
+    )  # fmt: skip
+    roots = [_Rest(node) for node, parent in enumerate(tree.node_parents) if parent < 0]
+    most = None if levels is None else checks.integer("levels", levels, 0)
+    return planner.numbered(planner.pieces_of(roots, 0, most))
+
+
+class _Planner:
+    def __init__(
+        self, lens: Sequence[int], parents: Sequence[int], budget: int, kept: float, held: bool, tile: int
+    ) -> None:
+        self.lens, self.parents = lens, parents
+        self.budget, self.tile = budget, tile
+        self.per_row = kept + held  # that a trunk's row takes while others run
+        self.own_row = 1 + kept  # while its own trunk runs
+        self.sizes = list(lens)  # of subtrees
+        self.children: list[list[int]] = [[] for _ in lens]
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                self.children[parent].append(node)
+        for node in reversed(range(len(lens))):
+            if parents[node] >= 0:
+                self.sizes[parents[node]] += self.sizes[node]
+
+    def pieces_of(self, rests: list[_Rest], kept: int, levels: int | None) -> list[_Runs]:
+        """The pieces of subtrees below trunks of `kept` rows."""
+        room = int(self.budget - self.per_row * kept)
+        light = [rest for rest in rests if 0 < self._size(rest) <= room]
+        bins = united([(self._size(rest), [place]) for place, rest in enumerate(light)], room)
+        pieces = [_Runs([run for place in chosen for run in self._all_of(light[place])], []) for _, chosen in bins]
+        empty = [run for rest in rests if not self._size(rest) for run in self._all_of(rest)]  # need no pass
+        for rest in rests:
+            if self._size(rest) <= max(room, 0):
+                continue
+            if levels == 0:
+                raise SharedPromptError(explain("levels", f"more, with {kept:,} rows kept above", "no further trunk"))
+            own, below = self._trunk(rest, kept)
+            rows = sum(run.end - run.begin for run in own)
+            parts = self.pieces_of(below, kept + rows, None if levels is None else levels - bool(rows))
+            if rows:
+                pieces.append(_Runs(own, parts))
+            else:
+                empty += own
+                pieces += parts
+        if empty and not pieces:
+            pieces = [_Runs([], [])]
+        if empty:
+            pieces[0].own += empty
+        return pieces
+
+    def _size(self, rest: _Rest) -> int:
+        return self.sizes[rest.node] - rest.begin
+
+    def _all_of(self, rest: _Rest) -> Iterator[_Run]:
+        pending = [rest]
+        while pending:
+            node, begin = pending.pop()
+            yield _Run(node, begin, self.lens[node])
+            pending += map(_Rest, self.children[node])
+
+    def _trunk(self, rest: _Rest, kept: int) -> tuple[list[_Run], list[_Rest]]:
+        """The trunk that begins with a node whose subtree does not fit, and the subtrees that continue it."""
+        most = int((self.budget - self.per_row * kept) / self.own_row)
+        node, begin = rest
+        rows = self.lens[node] - begin
+        if rows > most:
+            rows = most - most % self.tile
+            if rows <= 0:
+                expected = f"more, as {self.per_row:.2f} rows are kept for each of the {kept:,} rows above a part"
+                raise SharedPromptError(explain("max_tokens", expected, self.budget))
+            return [_Run(node, begin, begin + rows)], [_Rest(node, begin + rows)]
+        own, below = [_Run(node, begin, self.lens[node])], [*map(_Rest, self.children[node])]
+        while True:
+            room = int(self.budget - self.per_row * (kept + rows))
+            heavy = [rest for rest in below if self._size(rest) > room]
+            limit = most if len(heavy) == 1 else most // _BRANCHES
+            chosen = next((rest for rest in heavy if rows + self.lens[rest.node] <= limit), None)
+            if chosen is None:
+                return own, below
+            node = chosen.node
+            own.append(_Run(node, 0, self.lens[node]))
+            rows += self.lens[node]
+            at = below.index(chosen)
+            below[at : at + 1] = map(_Rest, self.children[node])
+
+    def numbered(self, pieces: list[_Runs]) -> Cut:
+        """The cut, when all runs of rows are known: each is a node."""
+        runs = sorted(run for piece in _walk(pieces) for run in piece.own)
+        numbers = {run: number for number, run in enumerate(runs)}
+        lasts = {run.node: number for run, number in numbers.items()}
+        parents = [
+            number - 1 if run.begin else lasts.get(self.parents[run.node], -1) for number, run in enumerate(runs)
+        ]
+
+        def named(found: list[_Runs]) -> tuple[Piece, ...]:
+            return tuple(Piece(tuple(sorted(numbers[run] for run in one.own)), named(one.parts)) for one in found)
+
+        return Cut(tuple(run.end - run.begin for run in runs), tuple(parents), named(pieces))
+
+
+def _walk(pieces: Iterable[_Found]) -> Iterator[_Found]:
+    """The pieces, each followed by its parts."""
+    for piece in pieces:
+        yield piece
+        yield from _walk(piece.parts)
