@@ -20,9 +20,6 @@ from .split import united
 
 # Rows at whose multiples a node is cut: query tiles of all kernels of the forward divide it.
 TILE = 384
-# Of the room for a trunk, how much several branches fill at most that are no single path: a trunk
-# of many small nodes costs two passes, each of them by itself as many.
-_BRANCHES = 4
 
 
 @dataclass(frozen=True)
@@ -113,9 +110,10 @@ def plan_parts(
 ) -> Cut:  # fmt: skip
     """Trunks and parts of which none needs more memory than a micro-batch of `max_tokens` rows.
 
-    Trees that fit are not cut, and share passes. Of others the nodes whose subtrees do not fit are trunks, a level below
-    the other where one trunk would not fit, and depth first, so that only the keys of one path are kept. What continues
-    a trunk is divided among parts that are as full as the budget allows. Nodes too long for a trunk are cut.
+    Trees that fit are not cut, and share passes. Of others the nodes whose subtrees do not fit are trunks, one level
+    below the other where a single trunk would not fit, and depth first, so that about the keys of one path are kept.
+    What continues a trunk is divided among parts that are as full as the budget allows. Nodes too long for a trunk are
+    cut.
 
     Args:
         tree: of the batch.
@@ -129,13 +127,16 @@ def plan_parts(
         SharedPromptError: an argument is not as described; what is kept of a path leaves no room; too many levels.
     """
     budget = checks.integer("max_tokens", max_tokens, 1)
+    most = None if levels is None else checks.integer("levels", levels, 0)
     planner = _Planner(
         tree.node_lens, tree.node_parents, budget, checks.number("kept", kept, zero=True), checks.flag("held", held),
         checks.integer("tile", tile, 1),
     )  # fmt: skip
-    roots = [_Rest(node) for node, parent in enumerate(tree.node_parents) if parent < 0]
-    most = None if levels is None else checks.integer("levels", levels, 0)
-    return planner.numbered(planner.pieces_of(roots, 0, most))
+    try:
+        return planner.cut(most)
+    except SharedPromptError:
+        planner.branches = 0  # the keys of one path alone, whatever it costs in passes
+        return planner.cut(most)
 
 
 class _Planner:
@@ -146,6 +147,9 @@ class _Planner:
         self.budget, self.tile = budget, tile
         self.per_row = kept + held  # that a trunk's row takes while others run
         self.own_row = 1 + kept  # while its own trunk runs
+        # Of the room for a trunk, how much of it branches fill at most that are no single path: small
+        # nodes, of which each would cost two passes as a trunk of its own.
+        self.branches = 0.25
         self.sizes = list(lens)  # of subtrees
         self.children: list[list[int]] = [[] for _ in lens]
         for node, parent in enumerate(parents):
@@ -206,7 +210,7 @@ class _Planner:
         while True:
             room = int(self.budget - self.per_row * (kept + rows))
             heavy = [rest for rest in below if self._size(rest) > room]
-            limit = most if len(heavy) == 1 else most // _BRANCHES
+            limit = most if len(heavy) == 1 else self.branches * most
             chosen = next((rest for rest in heavy if rows + self.lens[rest.node] <= limit), None)
             if chosen is None:
                 return own, below
@@ -216,8 +220,9 @@ class _Planner:
             at = below.index(chosen)
             below[at : at + 1] = map(_Rest, self.children[node])
 
-    def numbered(self, pieces: list[_Runs]) -> Cut:
-        """The cut, when all runs of rows are known: each is a node."""
+    def cut(self, levels: int | None) -> Cut:
+        pieces = self.pieces_of([_Rest(node) for node, parent in enumerate(self.parents) if parent < 0], 0, levels)
+        # All runs of rows are known: each is a node.
         runs = sorted(run for piece in _walk(pieces) for run in piece.own)
         numbers = {run: number for number, run in enumerate(runs)}
         lasts = {run.node: number for run, number in numbers.items()}
