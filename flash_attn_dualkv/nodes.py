@@ -11,7 +11,7 @@ depth-first order: a node, then its subtree. Their rows may lie anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import add
 from typing import NamedTuple
@@ -215,6 +215,43 @@ def part_table(lengths: Sequence[int], parents: Sequence[int], runs: Sequence[tu
     return ints(numbers, torch.int32).view(-1, COLUMNS)
 
 
+@torch.inference_mode(False)  # autograd saves the table
+def piece_table(
+    lengths: Sequence[int], parents: Sequence[int], own: Sequence[int], kept_begins: Mapping[int, int], kept_rows: int
+) -> tuple[Tensor, int, int]:
+    """The table, on the host, of some nodes of trees and of those that they continue; then as `tree_table`.
+
+    Own nodes have their queries, one node after the other, and their keys after the `kept_rows` of `k`: as rows of
+    `k_decoded`, or of `k` itself where nothing is kept. The nodes above them have no queries, and keys in `k`.
+
+    Args:
+        lengths, parents: of all nodes, depth first.
+        own: rising.
+        kept_begins: where in `k` the keys of other nodes begin; of those above own ones all that have rows.
+        kept_rows: rows of `k`.
+    """
+    begins, own_nodes, chosen = path_begins(lengths, parents), {*own}, {*own}
+    for node in own:
+        while (node := parents[node]) >= 0 and node not in chosen:
+            chosen.add(node)
+    places: dict[int, int] = {}
+    rows: list[tuple[int, ...]] = []  # `Node` without the end of its subtree
+    row = 0
+    for node in sorted(chosen):
+        begin, length, above = begins[node], lengths[node], places.get(parents[node], -1)
+        places[node] = len(rows)
+        if node in own_nodes:
+            rows.append((row, length, begin, kept_rows + row, length, begin, above))
+            row += length
+        else:
+            rows.append((row, 0, begin, kept_begins[node] if length else 0, length, begin, above))
+    ends = _subtree_ends([entry[-1] for entry in rows], "parents[{}]")
+    numbers = chain.from_iterable((*entry, end) for entry, end in zip(rows, ends))
+    table = ints(numbers, torch.int32).view(-1, COLUMNS)
+    pairs = sum(visible_pairs(begins[node], lengths[node]) for node in own)
+    return table, max((begins[node] + lengths[node] for node in own), default=0), -(-pairs // max(row, 1))
+
+
 def _subtree_ends(parents: Sequence[int], name: str) -> list[int]:
     """The index after the last descendant of each node; an error, for the node's `name`, unless depth-first."""
     ends = [len(parents)] * len(parents)
@@ -261,7 +298,7 @@ def checked_nodes(nodes: Tensor, q_rows: int, k_rows: int, decoded_rows: int | N
         _check_rows("cu_seqlens_q", node.q_begin, node.q_len, q_rows, "q")
         if decoded_rows is None:
             _check_rows("cu_seqlens_k", node.kv_begin, node.kv_len, k_rows, "k")
-        elif node.kv_begin < k_rows or (node.kv_begin == k_rows and node.parent < 0):
+        elif node.kv_begin < k_rows or (node.kv_begin == k_rows and node.parent < 0 and node.kv_len == 0):
             _check_rows("cu_seqlens_context", node.kv_begin, node.kv_len, k_rows, "k_context")
         else:
             _check_rows("cu_seqlens_k_decoded", node.kv_begin - k_rows, node.kv_len, decoded_rows, "k_decoded")

@@ -27,7 +27,7 @@ LAYERS = (
     ("cudnn",),
     ("packed_attention", "attention", "plan", "decode"),
     ("data",),
-    ("guard", "scores"),
+    ("guard", "pieces", "scores"),
     ("parallel",),
     ("integrations.common.buffers", "integrations.common.patching", "integrations.trees"),
     ("integrations.common.versions",),

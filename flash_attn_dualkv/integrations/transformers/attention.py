@@ -21,6 +21,7 @@ from ...kernels import max_head_dim
 from ...layout import SharedPromptLayout, check_unpacked
 from ...packed_attention import BACKENDS, shared_prompt_attention
 from ...parallel.sharded import DividedLayout
+from ...pieces import Layer, PieceLayout
 from ..common.patching import in_place_of, stock_of
 from . import patches
 from .admission.table import TAKES_LAYOUT, check_one_row
@@ -139,9 +140,24 @@ def _attend(
         if (lacking := rope_of_ranks(module.config, layout.max_sequence)) is not None:
             raise SharedPromptUnsupportedError(lacking)
         out = layout.attention(*tensors, **options)
+    elif isinstance(layout, PieceLayout):
+        out = layout.attention(*tensors, layer=_layer_of(module), **options)
     else:
         out = shared_prompt_attention(*tensors, layout, **options)
     return out[None, :, :, : v.shape[-1]], None
+
+
+def _layer_of(module: nn.Module) -> Layer:
+    """A layer, and the one whose keys it has: in Gemma 3n and 4 the last layers have those of earlier ones."""
+    attention: Any = module
+    name = getattr(module, "layer_idx", None)
+    name = id(module) if name is None else name
+    # Files that have no index of that layer hand keys on by the type of layers.
+    by_index = hasattr(module, "kv_shared_layer_index")
+    if getattr(module, "is_kv_shared_layer", False) and not hasattr(module, "k_proj"):
+        return Layer(name, attention.kv_shared_layer_index if by_index else attention.layer_type, False)
+    hands_on = getattr(module, "store_full_length_kv", False) and not by_index
+    return Layer(name, attention.layer_type if hands_on else name, True)
 
 
 def _in_type_of(value: Tensor, *others: Tensor) -> Iterator[Tensor]:

@@ -24,6 +24,7 @@ from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptTypeError
 from ...host import to_device, untraced
 from ...parallel.sharded import DividedLayout, check_divided, same_on_all_ranks
+from ...pieces import KeptKeys
 from ...scores import rows_of_a_chunk, score_in_chunks
 from ..common.buffers import unchanged_buffers
 from .admission.check import check_first_use
@@ -140,19 +141,35 @@ def shared_prompt_forward(
         own, token_index = layout.local_rows(token_index)
         targets = targets.index_select(0, own)
 
+    drops = checks.flag("drop_unread", drop_unread) and layout is None
+    first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
+    logps, entropy = scored_tokens(
+        model, batch, token_index, targets, temperature=temperature, with_entropy=with_entropy, first_use=first_use,
+        layout=layout, drop_unread=drops,
+    )  # fmt: skip
+    if layout is not None:
+        whole = logps.new_zeros(len(distinct.pick(batch.targets)))
+        logps, entropy = (layout.sum(whole.index_copy(0, own, one)) for one in (logps, entropy))
+    return distinct.expand(logps), distinct.expand(entropy) if with_entropy else None
+
+
+def scored_tokens(
+    model: nn.Module, batch: PackedBatch, rows: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool,
+    first_use: dict[str, bool], layout: DividedLayout | None = None, drop_unread: bool = False,
+    ancestors: KeptKeys | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(n,) log-probabilities and entropies of targets (n,) by the rows of the batch that score them.
+
+    `ancestors`: of `packed_row`; the others: of `_scored`.
+    """
+
     def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
         wanted = targets.to(hidden.device)
         frozen = causal_lm_of(model).get_output_embeddings().parameters()
         options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, frozen=frozen)
         return score_in_chunks(head, hidden, wanted, rows=rows, max_target=batch.max_token, **options)
 
-    drops = checks.flag("drop_unread", drop_unread) and layout is None
-    first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
-    logps, entropy = _scored(model, batch, token_index, score, first_use, layout, drops)
-    if layout is not None:
-        whole = logps.new_zeros(len(distinct.pick(batch.targets)))
-        logps, entropy = (layout.sum(whole.index_copy(0, own, one)) for one in (logps, entropy))
-    return distinct.expand(logps), distinct.expand(entropy) if with_entropy else None
+    return _scored(model, batch, rows, score, first_use, layout, drop_unread, ancestors=ancestors)
 
 
 @functools.partial(untraced, reason=COMPILE_THE_MODEL)
@@ -237,6 +254,7 @@ def _scored(
     layout: DividedLayout | None = None,
     drop_unread: bool = False,
     read: Tensor | None = None,
+    ancestors: KeptKeys | None = None,
 ) -> tuple[Tensor, ...]:
     """score(head, hidden states of these rows, rows of a chunk), from a forward of the model.
 
@@ -252,7 +270,7 @@ def _scored(
         check_first_use(causal_lm, batch.input_ids.device, model=model, stateless=head, **first_use)
         check_vocabulary(causal_lm, batch)
         check_length(causal_lm, batch.layout.max_sequence)
-        row = packed_row(causal_lm, batch, layout, drop_unread=drop_unread, rows=read)
+        row = packed_row(causal_lm, batch, layout, drop_unread=drop_unread, rows=read, ancestors=ancestors)
         scorer = _Scorer(causal_lm, backbone, rows, score)
         with packed_forward(row), replaced_forward(causal_lm, scorer) as call:
             # Through the outermost module, so that wrappers see one forward with the scores as its

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import checks
 from ...data.batch import PackedBatch
 from ...guard import expect_shared_prompt
 from ...layout import SharedPromptLayout
 from ...parallel.sharded import DividedLayout
+from ...pieces import KeptKeys, PieceLayout
 from .admission.table import num_mixing_layers
 from .admission.unwrap import causal_lm_of
 from .images import row_inputs, towers_without_layout
@@ -49,7 +51,10 @@ class PackedRow:
         divided = self.layout if isinstance(self.layout, DividedLayout) else None
         made = row_inputs(self.causal_lm, self.batch, divided)
         if divided is None:  # with the positions of images, if there are any
-            made[LAYOUT] = replace(made[LAYOUT], late=self.layout.late)
+            own: dict[str, Any] = dict(late=self.layout.late)
+            if isinstance(self.layout, PieceLayout):
+                own["keys"] = self.layout.keys
+            made[LAYOUT] = replace(made[LAYOUT], **own)
         return made
 
 
@@ -61,6 +66,7 @@ def packed_row(
     *,
     drop_unread: bool = False,
     rows: Tensor | None = None,
+    ancestors: KeptKeys | None = None,
 ) -> PackedRow:
     """The row of a batch for a forward of a model.
 
@@ -71,9 +77,13 @@ def packed_row(
         drop_unread: let rows that are not read leave before the last layers, where these own no keys. Not in a divided
             row.
         rows: (n,) int64, the rows that are read of the backbone's output; None: those that score tokens.
+        ancestors: where the keys come from of nodes that the batch continues and has no rows of; for a batch with a
+            `PieceLayout`.
     """
     causal_lm = causal_lm_of(model)
     layout = batch.layout if layout is None else layout
+    if ancestors is not None:
+        layout = replace(checks.instance("batch.layout", layout, PieceLayout), keys=ancestors)
     if drop_unread and not isinstance(layout, DividedLayout):
         layout = replace(layout, late=late_layout(causal_lm, batch, rows))
     return PackedRow(causal_lm, batch, layout)
