@@ -94,6 +94,16 @@ class KeptKeys:
         differs = (own.detach().view(integers) != kept.view(integers)).any()
         self.differs = differs if self.differs is None else self.differs.to(differs.device) | differs
 
+    def check_same(self) -> None:
+        """SharedPromptError if keys of a second pass had other bits than those that were kept; waits for a GPU."""
+        if self.differs is not None and self.differs:
+            expected = "keys and values with the same bits in both passes of a trunk"
+            got = (
+                "others, so that gradients are not those of one function (dropout, weights or autocast that changed "
+                'in between, kernels or routers that are not deterministic; keep="graph" needs one pass)'
+            )
+            raise SharedPromptError(explain("model", expected, got))
+
     def check_added(self, passes: Sequence[int]) -> None:
         """SharedPromptError unless the backward of each pass has run once, through all layers or through none."""
         counts: dict[Hashable, list[int]] = {}
@@ -122,8 +132,9 @@ class _Kept:
             raise SharedPromptUnsupportedError(explain("model", expected, f"{layer.name} twice"))
         self.last_pass = number
         self.check(k, v)
-        self.k[begin:end].copy_(k.detach())
-        self.v[begin:end].copy_(v.detach())
+        # Below autograd: the graph of a trunk above may have saved other rows of the same buffer.
+        self.k.data[begin:end].copy_(k.detach())
+        self.v.data[begin:end].copy_(v.detach())
         if self.sums is not None:  # here and not in attention of parts, which runs again in a backward
             for total in self.sums:
                 total[begin:end].zero_()

@@ -19,15 +19,21 @@ from .classifiers import shared_prompt_values
 from .forward import shared_prompt_forward, shared_prompt_logits
 from .hook import install_layout_hook
 from .images import row_inputs
+from .prompt_once import shared_prompt_backward
 from .rollout import register_decode, unregister_decode
+from .trunk import PartScores, Pieces, Trunk
 
 __all__ = [
+    "PartScores",
+    "Pieces",
+    "Trunk",
     "check_supported",
     "expect_shared_prompt",
     "install_layout_hook",
     "register",
     "register_decode",
     "row_inputs",
+    "shared_prompt_backward",
     "shared_prompt_forward",
     "shared_prompt_logits",
     "shared_prompt_values",

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients of a batch that no micro-batch holds, each prompt computed once for all of its responses.
+
+def loss_of(part):
+    return grpo_loss(part.unpack(part.logps), advantages[list(part.sequences)]) / num_tokens
+
+shared_prompt_backward(model, batch, loss_of, max_tokens=16384)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.nn.parallel import DistributedDataParallel as Ddp
+
+from ... import checks
+from ...checks import explain
+from ...cli.predict import ModelShape
+from ...data.batch import PackedBatch
+from ...data.parts import Cut, plan_parts
+from ...data.split import largest_of_ranks
+from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ...host import untraced
+from .admission.unwrap import causal_lm_of, text_config
+from .forward import COMPILE_THE_MODEL, shared_prompt_forward
+from .trunk import Keep, Loss, PartScores, Pieces, Trunk, check_can_be_cut, checked_loss, root_of
+
+# Passes: forward alone, without and with a graph; forward and backward; backward alone. In this order
+# they make a slot of the ranks' common string.
+_LETTERS = "FGBR"
+Backward = Callable[[Tensor], Any]
+
+
+@functools.partial(untraced, reason=COMPILE_THE_MODEL)
+def shared_prompt_backward(
+    model: nn.Module,
+    batch: PackedBatch,
+    loss_of: Loss,
+    *,
+    max_tokens: int,
+    keep: Literal["auto", "kv", "graph"] = "auto",
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    backward: Backward = Tensor.backward,
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
+    group: Any = None,
+    self_check: bool = True,
+) -> PartScores:
+    """Gradients of a batch of any size within the memory of a micro-batch, with every shared row computed once.
+
+    What does not fit is cut: nodes that all responses continue (a prompt, a trunk) run once to keep their keys and
+    values; then what continues them runs part by part, forward and backward; then the trunk runs forward and backward,
+    and gets the gradients of all parts. A batch that fits runs as with `shared_prompt_forward`.
+
+    Args:
+        model: of `shared_prompt_forward`; also inside DDP, FSDP 1 and FSDP 2, whose gradients are synchronised as those
+            of one backward.
+        batch: of `shared_prompt_forward`; of text, if it has to be cut.
+        loss_of: of the scores of some sequences, the part of the loss that is theirs, a tensor of one number; it is
+            called once for each part, and its values are added. Each sequence is in one part. Divide by counts of the
+            whole batch.
+        max_tokens: rows of a micro-batch that fits. Kept keys and sums of their gradients count as rows, as many as
+            their bytes make.
+        keep: "kv": a trunk runs twice; "graph": once, and its activations stay, which saves a forward of its rows, for
+            a model that is not wrapped or in FSDP 2; "auto": that where it needs no more parts.
+        temperature, with_entropy: of `shared_prompt_forward`.
+        backward: of a scalar: `accelerator.backward`, or `lambda loss: scaler.scale(loss).backward()`.
+        no_sync: context of all backwards but the last one. None: `model.no_sync` of DDP and FSDP 1; FSDP 2 reduces in
+            each backward.
+        group: with FSDP, the ranks that must run equally many passes, all of which call; None: all ranks. They agree by
+            two reductions of a few numbers, and ranks with fewer passes run one row in the others.
+        self_check: of `shared_prompt_forward`; the keys of a trunk's second pass are compared with the first's, too.
+
+    Returns:
+        The scores of all sequences, detached.
+
+    Raises:
+        SharedPromptError: an argument is not as described; the model or the batch cannot be cut, or `max_tokens` leaves
+            no room for a part beside what is kept, on any rank; what `shared_prompt_forward` refuses; a loss that is no
+            tensor of one number; a trunk's second pass was not like the first. Gradients of parts that have run are in
+            `.grad` then, as for any error of a later part, which says so.
+    """
+    checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
+    checks.choice("keep", keep, ("auto", "kv", "graph"))
+    for name, function in (("loss_of", loss_of), ("backward", backward)):
+        if not callable(function):
+            raise SharedPromptError(explain(name, "a function", checks.describe(function)))
+    wrapper = Wrapper.of(model, no_sync)
+    ranks = (dist.group.WORLD if group is None else group) if wrapper.is_sharded and dist.is_initialized() else None
+    plan = _agreed_plan(model, batch, max_tokens, keep, wrapper, ranks)
+    options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, self_check=self_check)
+    run = _Backward(model, batch, plan, loss_of, backward, wrapper, options)
+    run.all(_common_string(plan.letters, ranks))
+    return run.scores()
+
+
+# --- plan ---
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cut, and how trunks are kept."""
+
+    cut: Cut
+    keep: Keep
+
+    @property
+    def letters(self) -> str:
+        """The passes, a letter each."""
+        first, last = ("G", "R") if self.keep == "graph" else ("F", "B")
+
+        def of(pieces: Sequence[Any]) -> str:
+            return "".join(first + of(piece.parts) + last if piece.parts else "B" for piece in pieces)
+
+        return of(self.cut.pieces)
+
+
+def plan_backward(
+    model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Literal["auto", "kv", "graph"], can_keep_graph: bool
+) -> Plan:
+    """How a batch is cut for a model; arguments of `shared_prompt_backward`."""
+    kept = kept_cost(causal_lm_of(model))
+    plans = {}
+    if keep != "graph":
+        plans["kv"] = Plan(plan_parts(batch.tree, max_tokens, kept=kept), "kv")
+        if plans["kv"].cut.is_whole or keep == "kv" or not can_keep_graph:
+            return plans["kv"]
+    elif not can_keep_graph:
+        expected = '"kv" inside of DDP and FSDP 1, which prepare a backward in the forward before it'
+        raise SharedPromptUnsupportedError(explain("keep", expected, repr(keep)))
+    try:
+        plan = Plan(plan_parts(batch.tree, max_tokens, kept=kept, held=True), "graph")
+    except SharedPromptError:
+        if keep == "graph":
+            raise
+        return plans["kv"]
+    if keep == "auto" and len(plan.letters) > len(plans["kv"].letters):
+        return plans["kv"]
+    return plan
+
+
+def kept_cost(causal_lm: Any) -> float:
+    """How many rows' activations the kept keys, values and sums of a row take, in all layers of a model."""
+    config = text_config(causal_lm.config)
+    checkpoints = causal_lm.training and getattr(causal_lm, "is_gradient_checkpointing", False)
+    wide = causal_lm.get_input_embeddings().weight.element_size()
+    owners = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    options = dict(is_checkpointed=bool(checkpoints), kv_layers=owners)
+    return shape_of(config).kept_cost(element_bytes=wide, **options)
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Sizes of a model of text, from its configuration; experts as wide as those that a token has."""
+    heads = config.num_attention_heads
+    kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    if getattr(config, "kv_lora_rank", None):  # latent attention, whose expanded heads are kept
+        kv_heads = heads
+        head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim + 1) // 2
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    width = getattr(config, "intermediate_size", None) or 4 * hidden
+    if isinstance(width, (list, tuple)):  # of each layer
+        width = max(width)
+    if experts := getattr(config, "num_experts_per_tok", None):
+        width = experts * (getattr(config, "moe_intermediate_size", None) or width)
+    return ModelShape(layers, hidden, width, heads, kv_heads or heads, head_dim or hidden // heads)
+
+
+def _agreed_plan(
+    model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Any, wrapper: Wrapper, ranks: Any
+) -> Plan:
+    """The plan, after all ranks have one, which keep the graph or do not."""
+    plan: Plan | None = None
+    error: SharedPromptError | None = None
+    try:
+        plan = plan_backward(model, batch, max_tokens, keep, wrapper.keeps_graphs)
+        if not plan.cut.is_whole:
+            wrapper.check()
+            check_can_be_cut(model, batch, plan.cut)
+    except SharedPromptError as own:
+        error = own
+    needs_keys = plan is not None and plan.keep == "kv" and not plan.cut.is_whole
+    failed, needs_keys = map(bool, largest_of_ranks((error is not None, needs_keys), ranks))
+    if error is not None:
+        raise error
+    if failed or plan is None:
+        raise SharedPromptError(explain("batch", "one that every rank can run", "an error on another rank"))
+    if plan.keep == "graph" and needs_keys:
+        return plan_backward(model, batch, max_tokens, "kv", can_keep_graph=False)
+    return plan
+
+
+def _common_string(letters: str, ranks: Any) -> list[tuple[str, bool]]:
+    """The passes that all ranks run, and which of them are this rank's own: its letters in their order.
+
+    Each rank's letters are put into slots of F, G, B and R, and each slot of the common string has as many of a letter
+    as any rank's.
+    """
+    slots: list[list[int]] = []
+    last = len(_LETTERS)
+    for letter in letters:
+        place = _LETTERS.index(letter)
+        if place < last:
+            slots.append([0] * len(_LETTERS))
+        slots[-1][place] += 1
+        last = place
+    (count,) = largest_of_ranks((len(slots),), ranks)
+    slots += [[0] * len(_LETTERS) for _ in range(count - len(slots))]
+    own = [number for slot in slots for number in slot]
+    most = largest_of_ranks(own, ranks)
+    return [
+        (letter, index < number)
+        for letter, number, all_ranks in zip(_LETTERS * count, own, most)
+        for index in range(all_ranks)
+    ]
+
+
+# --- wrappers ---
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """What replicates or shards a model.
+
+    Attributes:
+        no_sync: context of backwards whose gradients are not reduced.
+        is_sharded: whether forwards communicate, so that ranks need equally many.
+        keeps_graphs: whether a backward may run after forwards and backwards of others.
+    """
+
+    kind: str
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    is_sharded: bool = False
+    keeps_graphs: bool = False
+
+    @staticmethod
+    def of(model: Any, no_sync: Callable[[], AbstractContextManager[Any]] | None) -> Wrapper:
+        """That of a model; `no_sync`: what to take instead of its own."""
+        parts = [*model.modules()]
+        if hasattr(model, "zero_optimization_stage") or any(hasattr(own, "ds_id") for own in model.parameters()):
+            return Wrapper("DeepSpeed", no_sync or nullcontext)
+        if isinstance(model, Ddp):
+            return Wrapper("DDP", no_sync or model.no_sync)
+        if any(isinstance(part, Fsdp1) for part in parts):
+            own = model.no_sync if isinstance(model, Fsdp1) else nullcontext
+            return Wrapper("FSDP 1", no_sync or own, is_sharded=True)
+        if any(hasattr(part, "set_requires_gradient_sync") for part in parts):
+            return Wrapper("FSDP 2", no_sync or nullcontext, is_sharded=True, keeps_graphs=True)
+        return Wrapper("none", no_sync or nullcontext, keeps_graphs=True)
+
+    def check(self) -> None:
+        """SharedPromptUnsupportedError for one under which a batch cannot be cut."""
+        if self.kind == "DeepSpeed":
+            expected = "a model without DeepSpeed, which reduces gradients in each backward of a step"
+            raise SharedPromptUnsupportedError(explain("model", expected, "one of its engine"))
+
+
+# --- passes ---
+
+
+class _Backward:
+    """All passes of a batch on this rank."""
+
+    def __init__(
+        self, model: nn.Module, batch: PackedBatch, plan: Plan, loss_of: Loss, backward: Backward, wrapper: Wrapper,
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.model, self.batch, self.plan, self.wrapper, self.options = model, batch, plan, wrapper, options
+        self._loss_of, self._run_backward = loss_of, backward
+        self._name = ""  # of the pass that runs
+        self._found: list[PartScores] = []
+        self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @functools.cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self.model, self.batch, self.plan.cut, keep=self.plan.keep, **self.options)
+
+    def all(self, string: Sequence[tuple[str, bool]]) -> None:
+        """Run the passes of the ranks' common string, this rank's own and others'."""
+        own = self._passes()
+        dummies: list[Tensor] = []
+        last = max(place for place, (letter, _) in enumerate(string) if letter in "BR")
+        with closing(own):
+            try:
+                for place, (letter, is_own) in enumerate(string):
+                    # A backward's own forward has to be in its context, too: DDP prepares it there.
+                    self._context = nullcontext if place == last else self.wrapper.no_sync
+                    if is_own:
+                        next(own)
+                    else:
+                        self._name = "a pass for other ranks"
+                        self._dummy(letter, dummies)
+                next(own, None)
+            except Exception as error:
+                text = f"in {self._name} of shared_prompt_backward: .grad has gradients of the passes before it"
+                _note(error, text)
+                raise
+
+    def _passes(self) -> Generator[None, None, None]:
+        """Run pass after pass of this rank."""
+        if self.plan.cut.is_whole:
+            with self._context():
+                self._give(self._whole())
+            yield
+        else:
+            yield from self._below(self._pieces.outermost, "")
+
+    def _below(self, trunk: Trunk, path: str) -> Generator[None, None, None]:
+        for index, piece in enumerate(trunk.piece.parts):
+            name = f"{path}{index}"
+            if not piece.parts:
+                self._name = f"part {name}"
+                with self._context(), trunk.part(index) as part:
+                    self._give(part)
+                yield
+                continue
+            with trunk.inner(index) as inner:
+                self._name = f"the first pass of trunk {name}"
+                inner.keep()
+                yield
+                yield from self._below(inner, f"{name}.")
+                self._name = f"the last pass of trunk {name}"
+                with self._context():
+                    self._run_backward(inner.finish(self._loss))
+                yield
+
+    def _loss(self, part: PartScores) -> Tensor:
+        self._found.append(replace(part, logps=part.logps.detach(), entropy=_detached(part.entropy), own=()))
+        return checked_loss(self._loss_of(part))
+
+    def _give(self, part: PartScores) -> None:
+        self._run_backward(root_of(self._loss(part) if part.sequences else None, part.own))
+
+    def _whole(self) -> PartScores:
+        """The scores of a batch that is not cut."""
+        logps, entropy = shared_prompt_forward(self.model, self.batch, **self.options)
+        lens, scores = self.batch.response_lens, (logps,) if entropy is None else (logps, entropy)
+        tokens = torch.arange(len(logps), device=logps.device)
+        return PartScores(tuple(range(len(lens))), tokens, lens, logps, entropy, scores)
+
+    def _dummy(self, letter: str, dummies: list[Tensor]) -> None:
+        if letter == "R":
+            self._run_backward(dummies.pop())
+            return
+        with self._context():
+            root = self._pieces.run_dummy(with_gradients=letter != "F")
+            if letter == "B":
+                self._run_backward(root)
+        if letter == "G":
+            dummies.append(root)
+
+    def scores(self) -> PartScores:
+        """Of all sequences."""
+        found, lens = self._found, self.batch.response_lens
+        tokens = torch.cat([part.tokens for part in found])
+
+        def placed(values: list[Tensor]) -> Tensor:
+            joined = torch.cat(values)
+            return torch.empty_like(joined).index_copy_(0, tokens, joined)
+
+        entropies = [part.entropy for part in found if part.entropy is not None]
+        logps = placed([part.logps for part in found])
+        own = torch.arange(len(logps), device=logps.device)
+        return PartScores(tuple(range(len(lens))), own, lens, logps, placed(entropies) if entropies else None)
+
+
+def _detached(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach()
+
+
+def _note(error: Exception, text: str) -> None:
+    """Add a text to an error's message, of whatever type it is."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif error.args and isinstance(error.args[0], str):  # before Python 3.11
+        error.args = (f"{error.args[0]}\n{text}", *error.args[1:])
