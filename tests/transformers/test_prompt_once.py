@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from cuts import random_cut
+from sweep import any_model
 from tiny_models import (
+    EVERY_EXPERT,
+    FAMILIES,
     MASKS,
     SEQUENCES,
+    TOLERANCES,
     Samples,
     check_equal,
     check_gradients,
@@ -23,7 +27,7 @@ from tiny_models import (
 from torch import Tensor
 
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree
-from flash_attn_dualkv.data.parts import Cut
+from flash_attn_dualkv.data.parts import Cut, Piece
 from flash_attn_dualkv.integrations.transformers import prompt_once
 
 GROUP = Samples.random([(30, [6, 9, 4, 8, 3]), (7, [5])])
@@ -100,3 +104,30 @@ def test_random_cuts(seed: int, keep: str, cuts: Callable[..., None]) -> None:
         cut = random_cut(draw, batch.layout.node_lens, batch.layout.node_parents, 3)
     cuts(cut, keep)
     compare(model, batch, with_entropy=bool(seed & 2), temperature=0.7)
+
+
+# A prompt, one of whose responses ends; a turn after it that three answers continue.
+TURNS = [[*range(5, 25), *range(30, 39)]] + [
+    [*range(5, 25), *range(40, 70), *own] for own in ([9] * 6, [8] * 9, [7] * 4)
+]
+
+
+def turns() -> tuple[PackedBatch, Cut]:
+    """The answers are scored; and the cut with a trunk in a trunk."""
+    masks = [[0] * 20 + [int(len(own) < 30 or at >= 30) for at in range(len(own) - 20)] for own in TURNS]
+    batch = pack_prefix_tree(TURNS, loss_mask=masks, min_shared=1)
+    lens, parents = batch.layout.node_lens, batch.layout.node_parents
+    assert parents == (-1, 0, 0, 2, 2, 2)
+    pieces = (Piece((0,), (Piece((1,)), Piece((2,), (Piece((3, 4)), Piece((5,)))))),)
+    return batch, Cut(lens, parents, pieces)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mistral", "gpt_oss", "gemma2", "gemma3n_text", "gemma4_text", "qwen3_moe", "deepseek_v3"]
+)
+def test_families(name: str, cuts: Callable[..., None]) -> None:
+    """Windows, sinks, softcap, keys of other layers, experts, latent attention; a trunk in a trunk."""
+    model = tiny_model(name, **EVERY_EXPERT.get(name, {})) if name in FAMILIES else any_model(name).double()
+    batch, cut = turns()
+    cuts(cut)
+    compare(model.train(), batch, TOLERANCES[model.dtype].gradient)
