@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from cuts import random_cut
+from piece_runs import expected_of, losses
 from sweep import any_model
 from tiny_models import (
     EVERY_EXPERT,
@@ -24,7 +24,6 @@ from tiny_models import (
     gradients,
     tiny_model,
 )
-from torch import Tensor
 
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree
 from flash_attn_dualkv.data.parts import Cut, Piece
@@ -32,37 +31,6 @@ from flash_attn_dualkv.integrations.transformers import prompt_once
 
 GROUP = Samples.random([(30, [6, 9, 4, 8, 3]), (7, [5])])
 Options = dict[str, Any]
-
-
-def losses(batch: PackedBatch) -> Callable[[Any], Tensor]:
-    """A sum over tokens, one over entropies, and for each sequence a term that couples all of its tokens."""
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.randn(len(batch.token_index), generator=generator, dtype=torch.float64)
-    advantages = torch.randn(len(batch.response_lens), generator=generator, dtype=torch.float64)
-
-    def loss_of(part: Any) -> Tensor:
-        total = (part.logps * weights[part.tokens]).sum()
-        if part.entropy is not None:
-            total = total + (part.entropy * weights[part.tokens] ** 2).sum()
-        lens = torch.tensor(part.response_lens)
-        means = part.unpack(part.logps).sum(1) / lens.clamp(min=1)
-        ratios = (0.3 * means).exp() * lens * advantages[list(part.sequences)]
-        return total + ratios.sum()
-
-    return loss_of
-
-
-def whole(batch: PackedBatch, logps: Tensor, entropy: Tensor | None = None) -> Any:
-    """The scores of all sequences, as a part has them."""
-    lens = batch.response_lens
-    return dualkv.PartScores(tuple(range(len(lens))), torch.arange(len(logps)), lens, logps, entropy)
-
-
-def expected_of(model: Any, batch: PackedBatch, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the batch in one pass."""
-    logps, entropy = dualkv.shared_prompt_forward(model, batch, drop_unread=False, **options)
-    losses(batch)(whole(batch, logps, entropy)).backward()
-    return logps.detach(), gradients(model)
 
 
 @pytest.fixture

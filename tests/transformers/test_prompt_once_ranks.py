@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Batches in pieces under DDP, FSDP 1 and FSDP 2, on two ranks with cuts of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from piece_runs import expected_of, losses
+from processes import run_ranks
+from ranks import CPU, Setup, whole_gradients, wrap
+from tiny_models import Samples, Tolerance, check_equal, check_gradients, dualkv
+
+from flash_attn_dualkv import PackedBatch
+from flash_attn_dualkv.data.parts import Cut, Piece
+from flash_attn_dualkv.integrations.transformers import prompt_once
+
+SETUP = replace(CPU, dtype=torch.float64)
+ROWS = [Samples.random([(14, [5, 4, 6])], seed=1), Samples.random([(9, [3, 4]), (12, [7, 5, 2, 6])], seed=2)]
+
+
+def group_of(prompt: int, *parts: list[int]) -> Piece:
+    """A prompt and its responses, part by part."""
+    begin, pieces = prompt + 1, []
+    for part in parts:
+        pieces.append(Piece(tuple(range(begin, begin + len(part)))))
+        begin += len(part)
+    return Piece((prompt,), tuple(pieces))
+
+
+# Of each rank the pieces. Two trunks of 2 and 3 parts beside one of 3; a row that fits beside two trunks.
+CUTS: dict[str, list[tuple[Piece, ...]]] = {
+    "trunks": [(group_of(0, [0], [0], [0]),), (group_of(0, [0], [0]), group_of(3, [0, 0], [0], [0]))],
+    "whole": [(Piece((0, 1, 2, 3)),), (Piece((0, 1, 2)), group_of(3, [0, 0], [0, 0]))],
+}
+CASES = {
+    "ddp": ("trunks", "kv"),
+    "ddp, whole": ("whole", "kv"),
+    "fsdp1": ("trunks", "kv"),
+    "fsdp1, flat parameters": ("whole", "kv"),
+    "fsdp2": ("trunks", "kv"),
+    "fsdp2, whole": ("whole", "kv"),
+    "fsdp2, graph": ("trunks", "graph"),
+    "fsdp2, graph and whole": ("whole", "graph"),
+    "fsdp2, mixed precision": ("trunks", "kv"),
+}
+
+
+def batch_of(rank: int) -> PackedBatch:
+    return ROWS[rank].pack(boundary="replicate")
+
+
+def use_cut(rank: int, case: str) -> None:
+    """The plan of a rank, in its process."""
+    name, keep = CASES[case]
+    layout = batch_of(rank).layout
+    cut = Cut(layout.node_lens, layout.node_parents, CUTS[name][rank])
+    plan: Any = prompt_once.Plan(cut, "kv" if cut.is_whole else keep)  # type: ignore[arg-type]
+    prompt_once.plan_backward = lambda *_, **__: plan
+
+
+def _run_rank(rank: int, setup: Setup, results: Any) -> None:
+    for case in CASES:
+        model = setup.model(rank, torch.float32 if "mixed" in case else setup.dtype)
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        wrapped = wrap(model, case, torch.device("cpu"))
+        use_cut(rank, case)
+        for _ in range(2):  # what a pass leaves behind would be in the second
+            wrapped.zero_grad()
+            found = dualkv.shared_prompt_backward(wrapped, batch_of(rank), losses(batch_of(rank)), max_tokens=1)
+        results[rank, case] = found.logps, {name: g.float() for name, g in whole_gradients(wrapped, model).items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, Any]:
+    return run_ranks(_run_rank, 2, SETUP)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case: str, found: dict[Any, Any]) -> None:
+    model = SETUP.model(0, SETUP.dtype)
+    tolerance = Tolerance(3e-2, 8e-2) if "mixed" in case else Tolerance(1e-9, 2e-6)
+    expected: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        logps, gradients = expected_of(model, batch_of(rank))
+        check_equal(found[rank, case][0].double(), logps, tolerance.value)
+        for name, gradient in gradients.items():
+            expected[name] = expected.get(name, 0) + gradient.float() / 2
+    for rank in range(2):
+        check_gradients(found[rank, case][1], expected, tolerance.gradient)
