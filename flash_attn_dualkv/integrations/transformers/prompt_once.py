@@ -150,10 +150,10 @@ def plan_backward(
 def kept_cost(causal_lm: Any) -> float:
     """How many rows' activations the kept keys, values and sums of a row take, in all layers of a model."""
     config = text_config(causal_lm.config)
-    checkpoints = causal_lm.training and getattr(causal_lm, "is_gradient_checkpointing", False)
+    checkpoints = any(part.training and getattr(part, "gradient_checkpointing", False) for part in causal_lm.modules())
     wide = causal_lm.get_input_embeddings().weight.element_size()
     owners = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    options = dict(is_checkpointed=bool(checkpoints), kv_layers=owners)
+    options = dict(is_checkpointed=checkpoints, kv_layers=owners)
     return shape_of(config).kept_cost(element_bytes=wide, **options)
 
 
