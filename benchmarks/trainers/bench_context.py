@@ -6,6 +6,8 @@
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_context.py --modes context crossed
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_context.py --shape qwen3-1.7b-4-groups-of-4x2Kx512 \
         --modes one context ulysses crossed stock stock_pairs
+    torchrun --nproc-per-node 1 benchmarks/trainers/bench_context.py --shape qwen3-1.7b-16x32Kx4K \
+        --modes budget once --max-tokens 49152 --steps 2
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_context.py --device cpu          # a tiny model, a trial run
 
 bf16, random weights, activation checkpointing, the LM head in chunks over the leaves' tokens. A step is
@@ -13,6 +15,8 @@ log-probabilities and all gradients, with their sum over the ranks, and no optim
 the whole row; "crossed" is heads over pairs of ranks, and rows over the pairs. Time is that of the slowest rank, memory
 the peak above weights and gradients of the rank that has most. "stock" is transformers' own model on sdpa, a sequence
 at a time with its prompt, on every rank; "stock_pairs" two at a time: how far a model is from itself in other batches.
+"budget" divides the row into micro-batches of `--max-tokens`, each with a copy of what its sequences share; "once" is
+`shared_prompt_backward` with that budget.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +46,9 @@ from shapes import ALL_MODELS, Shape, parse
 
 FOLDER = RESULTS / "trainers" / "context"
 DIVIDED = ("context", "ulysses", "crossed")
+BUDGETED = ("budget", "once")
 STOCK = {"stock": 1, "stock_pairs": 2}  # sequences of a micro-batch
-MODES = ("one", *DIVIDED, *STOCK)
+MODES = ("one", *DIVIDED, *STOCK, *BUDGETED)
 Step = Callable[[], Tensor]
 Results = tuple[Tensor, list[Tensor]]  # log-probabilities, gradients
 
@@ -119,6 +125,34 @@ def shared_step(model: Any, shape: Shape, mode: str, device: torch.device) -> tu
     return step, {"ranks": ranks, "rows_per_rank": rows, "tokens": batch.layout.num_tokens}
 
 
+def budgeted_step(max_tokens: int, model: Any, shape: Shape, mode: str, device: torch.device) -> tuple[Step, Row]:
+    """Micro-batches of a budget, prompts computed in each; or their keys kept."""
+    from flash_attn_dualkv import split_by_token_budget
+    from flash_attn_dualkv.integrations.transformers import shared_prompt_backward, shared_prompt_forward
+
+    ids, dout = make_ids(shape, device)
+    batch = pack(shape, ids)
+    tokens = batch.layout.num_tokens
+    if mode == "once":
+        gradient = lambda part: (part.logps * dout[part.tokens]).sum()  # noqa: E731
+        step = partial(shared_prompt_backward, model, batch, gradient, max_tokens=max_tokens)
+        return lambda: step().logps, {"ranks": 1, "rows_per_rank": tokens, "tokens": tokens, "max_tokens": max_tokens}
+    places = torch.arange(len(dout), device=device).split(batch.response_lens)
+    chosen = split_by_token_budget(batch.tree, max_tokens=max_tokens)
+    micro_batches = [(pack(shape, ids, one), torch.cat([places[index] for index in one])) for one in chosen]
+
+    def step_of_all() -> Tensor:
+        logps = torch.empty_like(dout)
+        for part, scored in micro_batches:
+            found, _ = shared_prompt_forward(model, part)
+            found.backward(dout[scored])
+            logps[scored] = found.detach()
+        return logps
+
+    rows = sum(part.layout.num_tokens for part, _ in micro_batches)
+    return step_of_all, {"ranks": 1, "rows_per_rank": rows, "tokens": tokens, "max_tokens": max_tokens}
+
+
 def useful_flops(model: Any, shape: Shape) -> float:
     """Operations of a step: six a weight and token, and attention; not what checkpointing computes again."""
     of_layers = sum(one.numel() for one in model.model.layers.parameters())
@@ -126,11 +160,14 @@ def useful_flops(model: Any, shape: Shape) -> float:
     return linear + shape.model.layers * (shape.flops("forward") + shape.flops("backward"))
 
 
-def measure(model: Any, shape: Shape, mode: str, device: torch.device, steps: int) -> tuple[Row, Results]:
+def measure(
+    model: Any, shape: Shape, mode: str, device: torch.device, steps: int, max_tokens: int
+) -> tuple[Row, Results]:
     """Figures of a mode, its log-probabilities, and its gradients, which leave the device."""
+    makers = dict.fromkeys(STOCK, stock_steps) | dict.fromkeys(BUDGETED, partial(budgeted_step, max_tokens))
     is_cuda = device.type == "cuda"
     model.set_attn_implementation("sdpa" if mode in STOCK else "dualkv")
-    step, row = (stock_steps if mode in STOCK else shared_step)(model, shape, mode, device)
+    step, row = makers.get(mode, shared_step)(model, shape, mode, device)
     times, peaks, logps = [], [], torch.empty(0)
     for _ in range(steps + 1):  # the first one tries the model, and warms up
         model.zero_grad(set_to_none=True)
@@ -171,6 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, help="of the tree (default: 128K; 600 on the CPU)")
     parser.add_argument("--shape", type=parse, help="instead of a tree of so many tokens, as in bench_model.py")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3])
+    parser.add_argument("--max-tokens", type=int, default=49152, help="of budget and once (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="that are timed, behind one that is not")
     options = parser.parse_args(arguments)
     is_cuda = options.device == "cuda"
@@ -191,14 +229,14 @@ def main(arguments: list[str] | None = None) -> int:
     first: Row = {}
     bases: dict[str, Results] = {}
     for mode in options.modes:
-        row, found = measure(model, shape, mode, device, options.steps)
-        base = "stock" if mode in STOCK else "one"
+        row, found = measure(model, shape, mode, device, options.steps, options.max_tokens)
+        base = "stock" if mode in STOCK else next((name for name in ("one", "budget") if name in bases), "")
         if base in bases:
             compared(row, found, bases[base], device)
-        if first.get("mode") == "one":
-            row["rate_of_one"] = first["step_ms"] / row["step_ms"]
+        if (name := first.get("mode")) in ("one", "budget"):
+            row[f"rate_of_{name}"] = first["step_ms"] / row["step_ms"]
             if is_cuda:
-                row["memory_of_one"] = row["above_bytes"] / first["above_bytes"]
+                row[f"memory_of_{name}"] = row["above_bytes"] / first["above_bytes"]
         bases.setdefault(mode, found)
         first = first or row
         if dist.get_rank() == 0:

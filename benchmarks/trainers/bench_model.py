@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,11 +92,12 @@ def make_images(shape: Shape, device: torch.device) -> list[dict[str, Tensor]]:
     return [found[root] for root in roots]
 
 
-def pack(shape: Shape, ids: Tensor) -> Any:
-    """The micro-batch as this library packs it; in a tree the last node of every sequence is trained."""
+def pack(shape: Shape, ids: Tensor, chosen: Sequence[int] | None = None) -> Any:
+    """The micro-batch as this library packs it, or some of its sequences; in a tree their last nodes are trained."""
     from flash_attn_dualkv import pack_prefix_tree, pack_shared_prompts
 
     pairs = [tuple(ids[rows.to(ids.device)] for rows in pair) for pair in response_rows(shape)]
+    pairs = pairs if chosen is None else [pairs[index] for index in chosen]
     if not shape.is_tree:
         images = make_images(shape, ids.device)
         by_name = {name: [one[name] for one in images] for name in images[0]} if images else None

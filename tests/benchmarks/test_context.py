@@ -49,3 +49,17 @@ def test_a_trial_run(tmp_path: Path) -> None:
 
     page = pages.SECTIONS["context"]._replace(folder=".").of(tmp_path, trainers_report.changed)
     assert all(f"| {name} " in page for name in trainers_report.ROWS.values())
+
+
+def _run_budgeted(rank: int, folder: str, results: Any) -> None:
+    given = ["--device", "cpu", "--shape", "tiny-6x90x20", "--max-tokens", "150", "--steps", "1", "--out", folder]
+    results[rank] = bench_context.main([*given, "--modes", "budget", "once", "--commit", "0" * 40])
+
+
+def test_a_prompt_once_and_in_each_micro_batch(tmp_path: Path) -> None:
+    assert run_ranks(_run_budgeted, 1, str(tmp_path)) == {0: 0}
+    (path,) = tmp_path.iterdir()
+    budget, once = json.loads(path.read_text())["rows"]
+    assert budget["rows_per_rank"] > once["rows_per_rank"] == once["tokens"]
+    assert once["rate_of_budget"] == pytest.approx(budget["step_ms"] / once["step_ms"])
+    assert max(once["logps_difference"], once["gradient_difference"], once["norm_difference"]) < 1e-5
