@@ -37,8 +37,8 @@ LEAST = 0.97
 KEYS = ["shape", "direction"]
 
 
-def rates(files: Iterable[dict[str, Any]]) -> pd.Series:
-    """Fractions of this library's kernels by shape and direction: of each the newest."""
+def rates(files: Iterable[dict[str, Any]], impl: str) -> pd.Series:
+    """Fractions of an implementation by shape and direction: of each the newest."""
     columns = [*KEYS, "impl", "tflops", "matmul_tflops"]
     tables = [pd.DataFrame(columns=[*columns, "date", "fraction"], dtype=object)]
     for one in files:
@@ -46,7 +46,7 @@ def rates(files: Iterable[dict[str, Any]]) -> pd.Series:
         product = rows.drop_duplicates("shape")["matmul_tflops"].median()
         tables.append(rows.assign(date=one["header"]["date"], fraction=rows["tflops"] / product))
     found = pd.concat(tables)
-    own = found[found["impl"].isin(("dualkv_sm90", "dualkv_sm80"))].dropna(subset="fraction")
+    own = found[found["impl"] == impl].dropna(subset="fraction")
     newest = own.sort_values("date", kind="stable").drop_duplicates(KEYS, keep="last")
     return newest.set_index(KEYS)["fraction"].astype(float)
 
@@ -67,11 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
         print("There is no CUDA GPU here.", file=sys.stderr)
         return 2
     folder = RESULTS / gpu_folder(torch.cuda.get_device_name())
-    recorded = rates(json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if is_of_kernels(path))
+    impl = f"dualkv_{own_kernels()}"
+    files = (path for path in sorted(folder.glob("*.json")) if is_of_kernels(path))
+    recorded = rates((json.loads(path.read_text()) for path in files), impl)
     with tempfile.TemporaryDirectory() as made:
-        where = ["--out", made, "--name", "now", "--impls", f"=dualkv_{own_kernels()}", "--rounds", str(options.rounds)]
+        where = ["--out", made, "--name", "now", "--impls", f"={impl}", "--rounds", str(options.rounds)]
         bench_kernel.BENCHMARK.main([*where, "--shape", *options.shape])
-        now = rates([json.loads(Path(made, "now.json").read_text())])
+        now = rates([json.loads(Path(made, "now.json").read_text())], impl)
     table = compared(now, recorded)
     print(table.to_string(float_format="%.3f", na_rep="-"))
     slower = table.index[table["ratio"] < LEAST]

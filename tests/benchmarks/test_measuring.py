@@ -208,6 +208,7 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytes
         ("kernel-old", "2026-01-01", {"a": 0.5, "b": 0.8}, "dualkv_sm90"),
         ("kernel-new", "2026-02-01", {"a": 0.9}, "dualkv_sm90"),
         ("kernel-peer", "2026-03-01", {"a": 0.1}, "cudnn_flex"),
+        ("kernel-portable", "2026-03-01", {"a": 0.3}, "dualkv_sm80"),
         ("layer", "2026-03-01", {"a": 0.2}, "dualkv_sm90"),
     ):
         (tmp_path / "card" / f"{name}.json").write_text(result(date, rates, impl))
