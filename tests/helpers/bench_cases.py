@@ -17,6 +17,7 @@ import shapes
 import torch
 from peers import Implementation
 from shapes import Shape, nodes_of
+from tree_cases import dense
 
 CPU = torch.device("cpu")
 RAGGED = Shape("ragged", nodes_of([(70, (33, 1, 90))]), 4, 2, 16)
@@ -52,9 +53,7 @@ def dense_mask(shape: Shape) -> torch.Tensor:
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+    return dense(q, k, v, mask, q.shape[2] ** -0.5)[0]
 
 
 def outcome(impl: Implementation, shape: Shape, prepare: Any = packing.prepare_attention) -> list[torch.Tensor]:

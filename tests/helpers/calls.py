@@ -50,15 +50,6 @@ def leaves_of(batch: Batch) -> list[Tensor]:
     return [one.detach().clone().requires_grad_() for one in batch.inputs]
 
 
-def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
-    """Equal on the CPU; on a GPU the order of atomic additions may differ from one call to the next."""
-    if actual is None or expected is None:
-        assert actual is expected
-    else:
-        tolerance = 2e-2 if actual.is_cuda else 1e-12
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
 # --- either function ------------------------------------------------------------------------------------------------
 
 

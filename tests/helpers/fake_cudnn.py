@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tree_cases import dense
 
 
 class Plan(NamedTuple):
@@ -15,16 +16,21 @@ class Plan(NamedTuple):
     builds_backward: bool
 
 
-def create_mask_plan(endpoints: Tensor, q: Tensor, k: Tensor, v: Tensor, *, build_backward: bool) -> Plan:
-    """(1, n, T) int32, n odd: a row sees keys [0, F0), [F1, F2), [F3, F4) and so on."""
+def visible(endpoints: Tensor) -> Tensor:
+    """(T, T) bool of endpoints (1, n, T) int32, n odd: a row sees keys [0, F0), [F1, F2), [F3, F4) and so on."""
     batch, count, rows = endpoints.shape
     assert endpoints.dtype == torch.int32 and endpoints.is_contiguous()
-    assert batch == 1 and count % 2 == 1 and rows == q.shape[1] and (endpoints[0].diff(dim=0) >= 0).all()
+    assert batch == 1 and count % 2 == 1 and (endpoints[0].diff(dim=0) >= 0).all()
     keys = torch.arange(rows)
-    visible = keys < endpoints[0, 0][:, None]
+    found = keys < endpoints[0, 0][:, None]
     for begin, end in zip(endpoints[0, 1::2], endpoints[0, 2::2]):
-        visible |= (keys >= begin[:, None]) & (keys < end[:, None])
-    return Plan(visible, [q.shape, k.shape, v.shape], build_backward)
+        found |= (keys >= begin[:, None]) & (keys < end[:, None])
+    return found
+
+
+def create_mask_plan(endpoints: Tensor, q: Tensor, k: Tensor, v: Tensor, *, build_backward: bool) -> Plan:
+    assert endpoints.shape[2] == q.shape[1]
+    return Plan(visible(endpoints), [q.shape, k.shape, v.shape], build_backward)
 
 
 def flex_attn_func(
@@ -40,8 +46,5 @@ def flex_attn_func(
     """(1, T, H, d) each, and (1, H, T)."""
     assert [one.shape for one in (q, k, v)] == mask_plan.sizes and all(one.is_contiguous() for one in (q, k, v))
     assert mask_plan.builds_backward or not (torch.is_grad_enabled() and q.requires_grad)
-    k, v = (one.repeat_interleave(q.shape[2] // k.shape[2], 2) for one in (k, v))
-    scores: Any = torch.einsum("bqhd,bkhd->bhqk", q, k) * (softmax_scale or q.shape[3] ** -0.5)
-    scores = scores.masked_fill(~mask_plan.visible, -torch.inf)
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
-    return (out, scores.logsumexp(-1)) if return_lse else out
+    out, lse = dense(q[0], k[0], v[0], mask_plan.visible, softmax_scale or q.shape[3] ** -0.5)
+    return (out[None], lse[None]) if return_lse else out[None]

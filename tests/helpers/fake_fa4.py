@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from tree_cases import dense
 
 Window = tuple[int | None, int | None]
 
@@ -16,19 +17,12 @@ def one_sequence(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: Window, sink: Tensor | None, softcap: float
 ) -> Tensor:
     """(length, H, d) each; a causal window ends at the diagonal, whatever its right side says."""
-    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
     left, right = (None if side is None or side < 0 else side for side in window)
     behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
     hidden = behind < -(0 if causal else len(k) if right is None else right)
     if left is not None:
         hidden = hidden | (behind > left)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink[:, None, None].expand(-1, len(q), 1)], -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+    return dense(q, k, v, ~hidden, scale, softcap, sink)[0]
 
 
 def flash_attn_varlen_func(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tree_cases import dense
 
 from flash_attn_dualkv import SharedPrefixPlan
 
@@ -90,22 +91,13 @@ class Forest:
         dtype: torch.dtype = torch.float64,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Dense attention in float64 or the dtype, with a softmax over all keys at once."""
-        heads, head_dim = self.q.shape[1:]
         outs, lses = [], []
         for request, (begin, end) in enumerate(pairwise(self.offsets)):
-            k, v = (one.to(dtype).repeat_interleave(heads // one.shape[1], 1) for one in self.keys(request))
-            scores = torch.einsum("ihd,jhd->hij", self.q[begin:end].to(dtype), k) * (scale or head_dim**-0.5)
-            if softcap:
-                scores = softcap * (scores / softcap).tanh()
-            distance = (torch.arange(end - begin) + len(k) - (end - begin))[:, None] - torch.arange(len(k))
-            hidden = (distance < 0) | (distance > (window if window >= 0 else len(k)))
-            scores = scores.masked_fill(hidden, -torch.inf)
-            own = torch.full((heads, end - begin, 1), -torch.inf, dtype=dtype)
-            if sinks is not None:
-                own = sinks.to(dtype).view(-1, 1, 1).expand(-1, end - begin, 1)
-            lse = torch.cat([scores, own], -1).logsumexp(-1)
-            weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
-            outs.append(torch.einsum("hij,jhd->ihd", weights, v))
+            q, k, v = (one.to(dtype) for one in (self.q[begin:end], *self.keys(request)))
+            distance = (torch.arange(len(q)) + len(k) - len(q))[:, None] - torch.arange(len(k))
+            sees = (distance >= 0) & (distance <= (window if window >= 0 else len(k)))
+            out, lse = dense(q, k, v, sees, scale or q.shape[2] ** -0.5, softcap, sinks)
+            outs.append(out)
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses, 1)
 

@@ -10,7 +10,6 @@ from itertools import accumulate
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 Tree = tuple[list[int], list[int]]  # lengths and parents of nodes, depth first
 
@@ -109,6 +108,23 @@ def random_tree(seed: int, nodes: int, longest: int, fall: float = 0.5) -> Tree:
     return [rng.choice((0, rng.randint(1, longest), rng.randint(1, longest))) for _ in parents], parents
 
 
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output (rows, H, d) and LSE (H, rows) by a softmax of the whole matrix of scores; `sees`: (rows, keys) bool."""
+    k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    extra = scores.new_full((*scores.shape[:2], 1), -torch.inf)
+    if sinks is not None:
+        extra = sinks.to(scores)[:, None, None].expand_as(extra)
+    lse = torch.cat([scores, extra], -1).logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+    return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
 def inputs(rows: int) -> list[Tensor]:
     """(1, rows, heads, 8) of queries, keys, values."""
     generator = torch.Generator().manual_seed(rows)
@@ -120,11 +136,8 @@ def inputs(rows: int) -> list[Tensor]:
 
 def check(got: Tensor, given: list[Tensor], mask: Tensor, scale: float | None) -> None:
     """Output (1, rows, heads, 8) and gradients against dense attention."""
-    q, k, v = (one.transpose(1, 2) for one in given)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    expected = torch.where(mask.any(1)[:, None, None], out.transpose(1, 2), 0)
+    expected = dense(*(one[0] for one in given), mask, given[0].shape[-1] ** -0.5 if scale is None else scale)[0][None]
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
     weights = torch.arange(expected.numel(), dtype=torch.float64).view_as(expected).cos()
-    gradients = [torch.autograd.grad((one * weights).sum(), given) for one in (got, expected)]
-    for one, other in zip(*gradients):
-        torch.testing.assert_close(one, other.nan_to_num(0.0), rtol=1e-10, atol=1e-11)
+    gradients, wanted = (torch.autograd.grad((one * weights).sum(), given) for one in (got, expected))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-11)

@@ -317,25 +317,16 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("width", [8, 24])
 def test_values_of_another_width(width: int) -> None:
-    for function, make, names in (
-        (flash_attn_dualkv_varlen_func, shared_arguments, ("v_context", "v_decoded")),
-        (flash_attn_varlen_func, plain_arguments, ("v",)),
-        (flash_attn_tree_varlen_func, tree_arguments, ("v",)),
-    ):
+    for function, make, _ in CALLS.values():
         arguments = make()
-        for name in names:
-            arguments[name] = head_dim(arguments[name], width)
-        assert function(**arguments).shape == (6, 4, width)
+        values = {name: head_dim(one, width) for name, one in arguments.items() if name.startswith("v")}
+        assert function(**arguments | values).shape == (6, 4, width)
 
 
 @pytest.mark.parametrize(("name", "value"), [("window_size", (3, 0)), ("softcap", 2.0)])
 def test_windows_and_softcaps_of_cuda_tensors(name: str, value: Any) -> None:
-    functions: list[tuple[Any, Any]] = [
-        (flash_attn_dualkv_varlen_func, shared_arguments),
-        (flash_attn_varlen_func, plain_arguments),
-        (flash_attn_tree_varlen_func, tree_arguments),
-    ]
-    for function, make in functions:
+    for call in ("shared", "plain", "tree"):
+        function, make, _ = CALLS[call]
         function(**make(), **{name: value})
         with FakeTensorMode():
             arguments = {

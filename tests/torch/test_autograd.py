@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import Call, Operators, assert_close, packed, separate, tree
+from calls import Call, Operators, packed, separate, tree
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -104,8 +104,9 @@ def test_upstream_gradient_of_any_strides(call: Call) -> None:
     ones = torch.ones_like(call.dout)
     expected = call.replace(dout=ones).results()
     for dout in (ones[:1, :1, :1].expand_as(ones), ones.transpose(0, 2).contiguous().transpose(0, 2)):
-        for one, other in zip(call.replace(dout=dout).results(), expected):
-            assert_close(one, other)  # sums of other strides may take another order
+        # Sums of other strides may take another order, and so do additions on a GPU.
+        tolerance = 2e-2 if dout.is_cuda else 1e-12
+        torch.testing.assert_close(call.replace(dout=dout).results(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_views_of_one_tensor(call: Call) -> None:

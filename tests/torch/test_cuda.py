@@ -180,8 +180,8 @@ def test_the_reference_on_cuda_tensors() -> None:
     on_cpu = call.replace(
         tensors=[one.cpu() for one in call.tensors], dout=call.dout.cpu(), rest=call.rest.to("cpu")
     )  # fmt: skip
-    for actual, wanted in zip(call.results(**options), on_cpu.results(**options)):
-        torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-10, atol=1e-10)
+    actual = [one.cpu() for one in call.results(**options)]
+    torch.testing.assert_close(actual, on_cpu.results(**options), rtol=1e-10, atol=1e-10)
     with pytest.raises(TypeError, match="^q: expected dtype"):
         call(call.tensors)
 

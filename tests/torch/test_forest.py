@@ -43,8 +43,8 @@ def test_windows_softcaps_and_sinks(options: dict[str, Any]) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
     assert (got - forest.attend(*tensors, 0.7)[0, rows]).abs().max() > 0.01
     weights = torch.arange(got.numel(), dtype=torch.float64).view_as(got).cos()
-    for one, other in zip(*(torch.autograd.grad((side * weights).sum(), leaves) for side in (got, expected))):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+    gradients, wanted = (torch.autograd.grad((side * weights).sum(), leaves) for side in (got, expected))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

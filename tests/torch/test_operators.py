@@ -293,7 +293,7 @@ def test_cuda_call_without_kernels_names_the_fix(
      ({"visible": ""}, False), ({"visible": "1"}, True), ({"library": True}, False)],
 )  # fmt: skip
 def test_the_import_says_that_a_gpu_has_no_kernels(
-    change: dict[str, Any], says: bool, written: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], says: bool, written: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """As where pip's cache had the wheel of a machine without a GPU. Not where it was asked for, or no GPU is used."""
     gpu = written.with_name("nvidiactl")
@@ -306,11 +306,9 @@ def test_the_import_says_that_a_gpu_has_no_kernels(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if "visible" in change:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", change["visible"])
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        kernels.warn_without_kernels()
-    assert len(said) == says
-    for one in said:
+    kernels.warn_without_kernels()
+    assert len(recwarn) == says
+    for one in recwarn:
         assert re.search("no GPU was visible at install.*ARCHS=90 pip install .*--no-cache-dir .`", str(one.message))
 
 
@@ -332,7 +330,9 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("capability", "warns"), [((7, 5), False), ((8, 9), False), ((9, 0), False), ((12, 0), True)])
-def test_ptx_is_said_once(capability: tuple[int, int], warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ptx_is_said_once(
+    capability: tuple[int, int], warns: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     built = Mock(build_info=lambda: "archs\t80;90\nptx\t80\ncuda\t13.0\nhead_dims sm80\t64 128\n")
     monkeypatch.setattr(kernels, "load", lambda: (built, None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -343,11 +343,9 @@ def test_ptx_is_said_once(capability: tuple[int, int], warns: bool, monkeypatch:
     assert info["head_dims"] == {"sm80": [64, 128]} and info["archs"] == ["80", "90"]
     assert info["gpus"] == {"0: a GPU": "PTX" if warns else "nothing" if capability[0] == 7 else "machine code"}
     kernels.prepare.cache_clear()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        kernels.prepare(0), kernels.prepare(0)
+    kernels.prepare(0), kernels.prepare(0)
     kernels.prepare.cache_clear()
-    assert len(said) == warns and all("DUALKV_ARCHS" in str(one.message) for one in said)
+    assert len(recwarn) == warns and all("DUALKV_ARCHS" in str(one.message) for one in recwarn)
 
 
 def test_the_reference_can_be_forced(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ def scores_of(logits, targets, temperature=1.0):
     """What `score_in_chunks` computes, written out."""
     logps = (logits / temperature).log_softmax(-1)
     return logps.gather(-1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+
+
+check = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 def problem(rows=11, width=6, columns=9, dtype=torch.float64):
@@ -42,8 +46,7 @@ def test_scores_and_gradients(rows, with_entropy):
 
     got = outcome(score_in_chunks(head, hidden, targets, **options))
     expected = outcome(scores_of(head(hidden), targets, temperature=0.7))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    check(got, expected)
 
 
 @pytest.mark.parametrize("chunks", [2, 32, 128])
@@ -149,11 +152,9 @@ def test_a_vocabulary_in_parts(with_entropy, monkeypatch):
     threads.barrier.reset()
     parts = threads.run(lambda rank: outcome(slice(4 * rank, 4 * rank + 4), group="a group", max_target=99))
     for scores, _ in parts:
-        for one, other in zip(scores, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        check(scores, expected)
     of_hidden, of_weight, of_bias = zip(*(gradients for _, gradients in parts))
-    for one, other in ((sum(of_hidden), d_hidden), (torch.cat(of_weight), d_weight), (torch.cat(of_bias), d_bias)):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    check([sum(of_hidden), torch.cat(of_weight), torch.cat(of_bias)], [d_hidden, d_weight, d_bias])
 
 
 def test_some_gradients_only():
@@ -188,9 +189,8 @@ def test_parameters_wherever_the_head_takes_them_from():
     got = torch.autograd.grad(logps.sum(), (flat, hidden), retain_graph=True)
     again = torch.autograd.grad(logps.sum(), (flat, hidden))
     expected = torch.autograd.grad(scores_of(head(hidden), targets)[0].sum(), (flat, hidden))
-    for one, two, other in zip(got, again, expected, strict=True):
-        torch.testing.assert_close(one, other)
-        assert torch.equal(one, two)
+    torch.testing.assert_close(got, expected)
+    assert all(map(torch.equal, got, again))
 
 
 def test_a_head_that_changes_is_an_error():
@@ -295,8 +295,7 @@ def test_gradient_hooks_run_once_with_the_whole_gradient(rows, used_elsewhere):
 
     got = outcome(lambda module: score_in_chunks(module, hidden, targets, rows=rows))
     expected = outcome(lambda module: scores_of(module(hidden), targets))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    check(got, expected)
 
 
 @pytest.mark.parametrize("parametrized", [False, True])
@@ -316,8 +315,7 @@ def test_hooks_of_what_the_head_is_made_of(parametrized):
         return [one.grad for one in leaves]
 
     got = outcome(lambda function: score_in_chunks(function, hidden, targets, rows=4))
-    for one, other in zip(got, outcome(lambda function: scores_of(function(hidden), targets)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    check(got, outcome(lambda function: scores_of(function(hidden), targets)))
 
 
 def test_hooks_see_other_gradients_meanwhile():

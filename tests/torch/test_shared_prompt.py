@@ -30,8 +30,7 @@ def test_two_calls_with_separate_keys(name: str) -> None:
     out, gradients = run(inputs, lambda one: attend(one, layout, sliding_window=5, softcap=1.5))
     options = {"window_size": (4, 0), "softcap": 1.5}
     other, found = run(inputs, lambda one: two_calls(one, layout, sinks=one.sinks, **options))
-    for one, wanted in zip((other, *found), (out, *gradients)):
-        torch.testing.assert_close(one, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((other, *found), (out, *gradients), rtol=1e-12, atol=1e-12)
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:

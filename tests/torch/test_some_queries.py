@@ -72,8 +72,7 @@ def test_attention_of_random_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             out = out[rows] if own is whole else out
             gradients = torch.autograd.grad(out, leaves, dout)
             found.append([out, gradients[0][rows] if own is whole else gradients[0], *gradients[1:]])
-        for one, right in zip(*found, strict=True):
-            torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     assert split > 20
 
 

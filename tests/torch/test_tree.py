@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_prompts import inputs_of
 from torch import Tensor
-from tree_cases import DEEP, Tree, offsets_and_parents, random_tree, trees, visible
+from tree_cases import DEEP, Tree, dense, offsets_and_parents, random_tree, trees, visible
 
 from flash_attn_dualkv import (
     SharedPromptLayout,
@@ -28,27 +28,9 @@ FLOAT64 = dict(rtol=1e-10, atol=1e-10)
 Options = dict[str, Any]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float, options: Options) -> tuple[Tensor, Tensor]:
-    """out and lse by autograd's operations on the whole matrix of scores."""
-    sees, positions = visible(tree, len(q))
-    left = options.get("window_size", (-1, -1))[0]
-    if left >= 0:
-        sees &= positions[:, None] - positions[None] <= left
-    ratio = q.shape[1] // k.shape[1]
-    k, v = (one.repeat_interleave(ratio, dim=1) for one in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap := options.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~sees, float("-inf"))
-    extra = q.new_full((q.shape[1], len(q), 1), float("-inf"))
-    if (sinks := options.get("sinks")) is not None:
-        extra = sinks[:, None, None].expand_as(extra).masked_fill(~sees.any(1)[None, :, None], float("-inf"))
-    lse = torch.cat([scores, extra], -1).logsumexp(-1)
-    weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-    return torch.einsum("hqk,khd->qhd", weights, v), lse
-
-
-def check(tree: Tree, heads: tuple[int, int], pad: int = 0, sinks: bool = False, **options: Any) -> None:
+def check(
+    tree: Tree, heads: tuple[int, int], pad: int = 0, sinks: bool = False, window: int = -1, softcap: float = 0.0
+) -> None:
     """Values and gradients, those of the LSE and of sinks too."""
     generator = torch.Generator().manual_seed(0)
     rows = sum(tree[0]) + pad
@@ -57,12 +39,15 @@ def check(tree: Tree, heads: tuple[int, int], pad: int = 0, sinks: bool = False,
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
     leaves = [fresh(rows, count, 8).requires_grad_() for count in (heads[0], heads[1], heads[1])]
-    if sinks:
-        options["sinks"] = fresh(heads[0]).requires_grad_()
-        leaves.append(options["sinks"])
+    leaves += [fresh(heads[0]).requires_grad_()] if sinks else []
+    options: Options = {"softcap": softcap, "sinks": leaves[3] if sinks else None}
     used = slice(0, rows - pad)
-    got = flash_attn_tree_varlen_func(*leaves[:3], *offsets_and_parents(tree), 0.4, **options, return_lse=True)
-    wanted = dense(*leaves[:3], tree, 0.4, options)
+    table = offsets_and_parents(tree)
+    got = flash_attn_tree_varlen_func(*leaves[:3], *table, 0.4, window_size=(window, 0), **options, return_lse=True)
+    sees, positions = visible(tree, rows)
+    if window >= 0:
+        sees &= positions[:, None] - positions[None] <= window
+    wanted = dense(*leaves[:3], sees, 0.4, **options)
     torch.testing.assert_close(got[1][:, used], wanted[1][:, used], **FLOAT64)
     assert got[1][:, rows - pad :].isneginf().all()
     dout, dlse = fresh(rows, heads[0], 8), fresh(heads[0], rows - pad)
@@ -70,8 +55,7 @@ def check(tree: Tree, heads: tuple[int, int], pad: int = 0, sinks: bool = False,
     for out, lse in (got, wanted):
         loss = (out * dout).sum() + (lse[:, used] * dlse).sum()
         gradients.append(torch.autograd.grad(loss, leaves, allow_unused=rows == 0))
-    for one, other in zip((got[0], *gradients[0]), (wanted[0], *gradients[1]), strict=True):
-        torch.testing.assert_close(one, other, **FLOAT64)
+    torch.testing.assert_close((got[0], *gradients[0]), (wanted[0], *gradients[1]), **FLOAT64)
 
 
 @settings(deadline=None, max_examples=60)
@@ -84,7 +68,7 @@ def test_random_trees(tree: Tree, heads: tuple[int, int], pad: int) -> None:
 
 @pytest.mark.parametrize(("window", "softcap", "sinks"), [*product([-1, 0, 5], [0.0, 0.7], [False, True])])
 def test_variants(window: int, softcap: float, sinks: bool) -> None:
-    check(DEEP, (4, 2), pad=2, sinks=sinks, window_size=(window, 0), softcap=softcap)
+    check(DEEP, (4, 2), pad=2, sinks=sinks, window=window, softcap=softcap)
 
 
 def test_the_mean_of_keys_reaches_the_operators() -> None:
@@ -139,7 +123,5 @@ def test_windows_and_softcaps_of_the_other_functions() -> None:
         assert flash_attn_varlen_func(q, k, v, table[0], table[0], 13, 13, **options).equal(expected)
     # Without causality, 4 positions before a row and all behind it.
     out = flash_attn_varlen_func(q, k, v, table[0], table[0], 13, 13, window_size=(4, -1))
-    scores = torch.einsum("qhd,khd->hqk", q[:13], k[:13].repeat_interleave(2, 1)) * 8**-0.5
-    far = torch.arange(13)[:, None] - torch.arange(13)[None] > 4
-    weights = scores.masked_fill(far, float("-inf")).softmax(-1)
-    torch.testing.assert_close(out[:13], torch.einsum("hqk,khd->qhd", weights, v[:13].repeat_interleave(2, 1)))
+    near = torch.arange(13)[:, None] - torch.arange(13)[None] <= 4
+    torch.testing.assert_close(out[:13], dense(q[:13], k[:13], v[:13], near, 8**-0.5)[0])
