@@ -15,6 +15,7 @@ from flash_attn_dualkv import (
     PackedBatch,
     SharedPromptError,
     group_by_prefix,
+    group_by_prompt,
     pack_jagged,
     pack_padded,
     pack_prefix_tree,
@@ -211,3 +212,28 @@ def test_tokens_that_are_elsewhere_travel_with_the_numbers(has_mask: bool, monke
     monkeypatch.setattr("flash_attn_dualkv.data.batch.same_device", lambda *_: False)
     for one, other in zip((pack_prefix_tree(tensors(WHOLE), **kinds), lists()), expected):
         assert_same_batch(one, other)
+
+
+@pytest.mark.parametrize("form", ["lists", "padded", "jagged"])
+def test_equal_tokens_and_other_images(form: str) -> None:
+    """One value differs, wherever it stands; an image that only lies elsewhere in memory is the same. Grids count."""
+    first = torch.randn(64, 384, generator=torch.Generator().manual_seed(0))
+    second, grid = first.clone(), torch.tensor([[1, 8, 8]])
+    images: dict[str, Any] = {"pixels": [first, None, second, None], "grids": [grid, None, grid.clone(), None]}
+
+    def pack(**options: Any) -> PackedBatch:
+        return batches(HEIGHTS, {}, images=images, **options)[form]()
+
+    assert pack().layout.num_groups == 3 and len(pack().images["pixels"]) == 64
+    for row, column in ((0, 0), (17, 101), (63, 383)):
+        second[row, column] += 1e-3
+        batch = pack()
+        assert batch.layout.num_groups == 4 == len(group_by_prompt(PROMPTS, images=images))
+        assert torch.equal(batch.images["pixels"], torch.cat([first, second]))
+        with pytest.raises(SharedPromptError, match="^group_ids: expected equal images .*'a', got samples 0 and 2"):
+            pack(group_ids=UIDS)
+        assert pack(group_ids=[*range(4)]).layout.num_groups == 4
+        second.copy_(first)
+    images["grids"][2] = torch.tensor([[1, 4, 16]])
+    assert pack().layout.num_groups == 4
+    assert all(one.is_meta for one in pack().to("meta").images.values())

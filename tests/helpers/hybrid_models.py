@@ -14,6 +14,7 @@ import torch
 from tiny_models import (
     COMMON,
     VERSION,
+    Outcome,
     Samples,
     Tolerance,
     dualkv,
@@ -186,19 +187,11 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def weights_of(logps: Tensor) -> Tensor:
-    return torch.randn(len(logps), generator=torch.Generator().manual_seed(3), dtype=logps.dtype).to(logps.device)
-
-
-def alone(model: Any, samples: Samples, scored: Any = slice(None)) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities of each sequence alone, and the gradients of a weighted sum of those that are scored."""
+def alone(model: Any, samples: Samples, scored: Any = slice(None)) -> Outcome:
+    """Of each sequence alone; the loss is one of the tokens that are scored."""
     twin = stock_twin(model, "eager")
-    logps = replicated_logps(twin, samples)[0][scored]
-    (weights_of(logps) @ logps).backward()
-    return logps.detach(), gradients(twin)
+    return Outcome.of(twin, replicated_logps(twin, samples)[0][scored])
 
 
-def shared(model: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    logps, _ = dualkv.shared_prompt_forward(model, batch)
-    (weights_of(logps) @ logps).backward()
-    return logps.detach(), gradients(model)
+def shared(model: Any, batch: Any) -> Outcome:
+    return Outcome.of(model, dualkv.shared_prompt_forward(model, batch)[0])

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -107,18 +107,22 @@ def tiny_config(name: str, **options: Any) -> Any:
     return transformers.AutoConfig.for_model(name, **{**COMMON, **FAMILIES[name].options, **options})
 
 
-def tiny_model(name: str, *, dtype: torch.dtype | None = None, attention: str = "dualkv", **options: Any) -> Any:
-    """A causal LM with random parameters, the same ones in every call, in eval mode."""
-    with torch.random.fork_rng():
+def random_model(make: Callable[[], Any]) -> Any:
+    """A model with random parameters, the same ones in every call, in eval mode."""
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
-        config = tiny_config(name, **options)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # Biases, norms and sinks: not the 0 or 1 that they begin with.
-                if parameter.dim() == 1:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.to(FAMILIES[name].dtype if dtype is None else dtype).eval()
+        model = make()
+        for parameter in model.parameters():
+            # Biases, norms and sinks: not the 0 or 1 that they begin with.
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def tiny_model(name: str, *, dtype: torch.dtype | None = None, attention: str = "dualkv", **options: Any) -> Any:
+    auto, config = transformers.AutoModelForCausalLM, tiny_config(name, **options)
+    model = random_model(lambda: auto.from_config(config, attn_implementation=attention))
+    return model.to(FAMILIES[name].dtype if dtype is None else dtype)
 
 
 def stock_twin(model: Any, attention: str | None = None) -> Any:
@@ -272,6 +276,24 @@ def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], toleran
     # Not the largest of them: a NaN is smaller than nothing and larger than nothing.
     too_large = {name: error for name, error in errors.items() if not error <= tolerance}
     assert not too_large
+
+
+class Outcome(NamedTuple):
+    """Log-probabilities or other values that a model computes, and the gradients of a loss of them."""
+
+    values: Tensor
+    gradients: dict[str, Tensor]
+
+    @staticmethod
+    def of(model: nn.Module, values: Tensor, entropy: Tensor | None = None) -> Outcome:
+        """The loss weighs each value differently, with both signs, and sums entropies."""
+        loss = torch.linspace(-1, 2, values.numel()).to(values) @ values.flatten()
+        (loss if entropy is None else loss + 0.3 * entropy.sum()).backward()
+        return Outcome(values.detach(), gradients(model))
+
+    def check(self, expected: Outcome, tolerance: Tolerance) -> None:
+        check_equal(self.values, expected.values, tolerance.value)
+        check_gradients(self.gradients, expected.gradients, tolerance.gradient)
 
 
 Lists = list[list[int]]

@@ -12,7 +12,7 @@ import models_page
 import pytest
 import torch
 from sweep import OPTIONS, OWN
-from tiny_models import VERSION, Samples, transformers, wide_softmax
+from tiny_models import VERSION, Samples, random_model, transformers, wide_softmax
 from torch import Tensor
 
 from flash_attn_dualkv import PackedBatch
@@ -128,17 +128,10 @@ def _text_options(config: Any, options: dict[str, Any]) -> dict[str, Any]:
 def multimodal_model(
     model_type: str, *, attention: str | None = "dualkv", dtype: torch.dtype = torch.float32, **options: Any
 ) -> Any:
-    """A model with random parameters, the same ones in every call, in eval mode."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = _make(model_type, attention, options)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
+    model = random_model(lambda: _make(model_type, attention, options))
     with contextlib.suppress(Exception):  # a model that has no such choice
         model.set_experts_implementation("eager")
-    return model.to(dtype).eval()
+    return model.to(dtype)
 
 
 def any_multimodal(model_type: str) -> Any:

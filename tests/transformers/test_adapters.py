@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import models_page
@@ -19,6 +17,7 @@ from torch import nn
 from flash_attn_dualkv import SharedPromptError, pack_shared_prompts
 from flash_attn_dualkv.integrations.transformers.admission.table import check_adapters
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, about options of tiny models
 # Of what changes a layer, and of what is refused, one of each way. All others behind -m slow.
 QUICK = {
     "LoRA", "LoRA of embedding and head", "LoRA of experts", "LoRA with layer_replication", "LoRA with modules_to_save",
@@ -27,14 +26,6 @@ QUICK = {
     "X-LoRA",
 }  # fmt: skip
 VERSION = tuple(int(part) for part in peft.__version__.split(".")[:2])
-
-
-@pytest.fixture(autouse=True)
-def _without_warnings() -> Iterator[None]:
-    """Of PEFT, about options of tiny models."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in KINDS])

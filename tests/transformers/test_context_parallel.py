@@ -6,16 +6,17 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import ranks as ranks_of_models
 import torch
 import torch.distributed as dist
+from doc_examples import examples
 from processes import run_ranks
 from tiny_models import MIXED, VERSION, check_equal, check_gradients, dualkv, gradients, tiny_model
 from torch import Tensor
@@ -34,10 +35,13 @@ from flash_attn_dualkv.parallel.sharded import DividedLayout
 from flash_attn_dualkv.parallel.ulysses import UlyssesLayout, gather_rows, shard_rows, ulysses_attention
 
 WRAPPERS = ["ddp", "fsdp1", "fsdp2"]
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Sinks and windows; softcaps; values of another width.
 MODELS = ["qwen3", "gpt_oss", "gemma2", "deepseek_v3"]
-CROSSED_MODELS = ["qwen3", "gpt_oss"]
+MODEL_RUNS = [
+    *product(("context", "ulysses"), (2, 4), MODELS),
+    *product(("crossed",), (4,), MODELS[:2]),
+    ("context", 8, "qwen3"),
+]
 # Nodes are cut everywhere, or at multiples of a tile.
 CUTS: dict[str, dict[str, int]] = {"anywhere": dict(tile=1), "tiles": dict(tile=16, chunks=2, pad_to_multiple_of=3)}
 
@@ -156,6 +160,13 @@ def crossed_layout(layout: SharedPromptLayout, rank: int, rows_first: bool) -> D
     return UlyssesLayout.of(ContextLayout.of(layout, context, pad_to_multiple_of=2, tile=1), heads)
 
 
+DIVISIONS: dict[str, Callable[[SharedPromptLayout, int, Any], DividedLayout]] = {
+    "context": lambda whole, _, group: ContextLayout.of(whole, group, tile=1),
+    "ulysses": lambda whole, _, group: UlyssesLayout.of(whole, group),
+    "crossed": lambda whole, rank, _: crossed_layout(whole, rank, False),
+}
+
+
 def model_step(name: str, divide: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Log-probabilities and entropies of all response tokens, and gradients of a loss of them.
 
@@ -187,16 +198,11 @@ def page_steps() -> list[tuple[Tensor, dict[str, Tensor]]]:
     names: dict[str, Any] = {}
     found = []
     torch.manual_seed(0)
-    own = next(block for block in python_blocks("training.md") if "model(" in block)
-    for block in [own, *python_blocks("long_contexts.md")]:
+    own = next(block for block in examples("training") if "model(" in block)
+    for block in [own, *examples("long_contexts")]:
         exec(compile(block, "docs", "exec"), names)
         found.append((names["loss"].detach(), gradients(names["model"])))
     return found
-
-
-def python_blocks(page: str) -> list[str]:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
 
 
 def _run_rank(rank: int, ranks: int, results: Any) -> None:
@@ -208,10 +214,8 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
             results[rank, heads, shape] = run_crossed(case, UlyssesLayout.of(case.layout, group))
     if ranks == 3:
         return
-    for name in MODELS if ranks < 8 else []:
-        results[rank, "ulysses", name] = model_step(name, lambda whole: UlyssesLayout.of(whole, group))
-    for name in MODELS if ranks < 8 else ["qwen3"]:
-        results[rank, "model", name] = model_step(name, lambda one: ContextLayout.of(one, group, tile=1))
+    for division, _, name in (one for one in MODEL_RUNS if one[1] == ranks):
+        results[rank, division, name] = model_step(name, lambda whole: DIVISIONS[division](whole, rank, group))  # noqa: B023
     for name, case in CASES.items():
         for cut, options in CUTS.items():
             layout = ContextLayout.of(case.layout, group, head_groups=case.head_groups, **options)
@@ -222,8 +226,6 @@ def _run_rank(rank: int, ranks: int, results: Any) -> None:
                 case = CASES[name]
                 crossed = crossed_layout(case.layout, rank, rows_first)
                 results[rank, "crossed", rows_first, name] = run_crossed(case, crossed)
-        for name in CROSSED_MODELS:
-            results[rank, "crossed", name] = model_step(name, lambda one: crossed_layout(one, rank, False))
     if ranks == 2:
         results[rank, "page"] = page_steps()
         for wrapper in WRAPPERS:
@@ -405,25 +407,10 @@ def test_heads_on_ulysses_alone(heads: tuple[int, int], ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [*((name, ranks) for name in MODELS for ranks in (2, 4)), pytest.param("qwen3", 8, marks=pytest.mark.slow)],
+    ("division", "ranks", "name"), [pytest.param(*one, marks=[pytest.mark.slow] * (one[1] == 8)) for one in MODEL_RUNS]
 )
-def test_models(name: str, ranks: int) -> None:
-    check_model(name, [found(ranks)[rank, "model", name] for rank in range(ranks)])
-
-
-@pytest.mark.parametrize("name", CROSSED_MODELS)
-def test_models_with_ulysses(name: str) -> None:
-    check_model(name, [found(4)[rank, "crossed", name] for rank in range(4)])
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_models_on_ulysses_alone(ranks: int, name: str) -> None:
-    check_model(name, [found(ranks)[rank, "ulysses", name] for rank in range(ranks)])
-
-
-def check_model(name: str, parts: list[Any]) -> None:
+def test_models(division: str, ranks: int, name: str) -> None:
+    parts = [found(ranks)[rank, division, name] for rank in range(ranks)]
     logps, entropy, wanted = model_step(name, None)
     is_double = logps.dtype == torch.float64
     for one in parts:

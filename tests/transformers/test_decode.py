@@ -7,12 +7,12 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from doc_examples import examples
 from hybrid_models import OPTIONS
 from sweep import CAUSAL_LMS, any_model, unknown_options
 from tiny_models import COMMON, FAMILIES, SUPPORTED, VERSION, VOCABULARY, dualkv, tiny_model, transformers
@@ -85,10 +85,23 @@ def generate(
     return [found[name].generated_tokens for name in sorted(found)]
 
 
-def generated_alone(model: Any) -> list[list[int]]:
+def greedy(count: int = 24) -> Any:
+    return transformers.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=-1)
+
+
+def generated_alone(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """The tokens of each prompt by generate()."""
-    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    return [model.generate(torch.tensor([one]), config)[0, len(one) :].tolist() for one in PROMPTS]
+    ids = [torch.tensor([one], device=model.device) for one in prompts]
+    return [model.generate(one, greedy())[0, one.shape[1] :].tolist() for one in ids]
+
+
+def with_large_scores(model: Any) -> Any:
+    """So that keys, windows, softcaps and sinks matter."""
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "q_proj" in key:
+                parameter.mul_(40)
+    return model
 
 
 def stock_model(name: str, **options: Any) -> Any:
@@ -101,12 +114,8 @@ def stock_model(name: str, **options: Any) -> Any:
 )
 def test_tokens(name, options, steps, request):
     """Those of generate(), and of stock continuous batching but for softcaps, which it drops."""
-    model = stock_model(name, **options)
-    with torch.no_grad():  # large scores, so that windows, softcaps and sinks matter
-        for key, parameter in model.named_parameters():
-            if "q_proj" in key:
-                parameter.mul_(40)
-    expected = generated_alone(model)
+    model = with_large_scores(stock_model(name, **options))
+    expected = generated_alone(model, PROMPTS)
     assert not steps["tables"] and (generate(model, PROMPTS) == expected) == (name != "gemma2")
     request.getfixturevalue("registered")
     with warnings.catch_warnings(record=True) as caught:
@@ -149,11 +158,9 @@ def test_tokens_of_any_model(name, request):
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.9 if "q_proj" in key else 0.15, generator=generator)
-    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
     prompts = PROMPTS[:2]
     try:
-        alone = [torch.tensor([one]) for one in prompts]
-        expected = [model.generate(one, config)[0, one.shape[1] :].tolist() for one in alone]
+        expected = generated_alone(model, prompts)
         assert generate(model, prompts) == expected
     except Exception as error:
         assert name not in UNUSUAL or VERSION < (5, 24)
@@ -327,23 +334,18 @@ def test_attention_of_the_model(attention, registered, steps):
     tokens = generate(model, PROMPTS[:1])
     planned = len(steps["tables"])
     assert planned == 23 and model.config._attn_implementation == attention
-    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
     batching = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
+    with model.continuous_batching_context_manager(greedy(), continuous_batching_config=batching) as manager:
         name = manager.add_request(PROMPTS[0])
         assert manager.get_result(name, timeout=600).generated_tokens == tokens[0]
     assert len(steps["tables"]) == 2 * planned and model.config._attn_implementation == attention
-    ids = torch.tensor(PROMPTS[:1])
-    assert model.generate(ids, config)[0, ids.shape[1] :].tolist() == tokens[0]
+    assert generated_alone(model, PROMPTS[:1]) == tokens
     assert len(steps["tables"]) == 2 * planned
 
 
 def test_documented_lines(registered, steps):
-    text = (Path(__file__).resolve().parents[2] / "docs/rollouts.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"^<!-- example: rollouts -->\n```python\n(.*?)^```$", text, re.M | re.S)
-    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    names = {"model": stock_model("llama"), "prompts": PROMPTS, "config": config}
-    exec(source, names)
+    names = {"model": stock_model("llama"), "prompts": PROMPTS, "config": greedy(3)}
+    exec(*examples("rollouts", "rollouts"), names)
     assert [len(one.generated_tokens) for one in names["outputs"].values()] == [3] * 4 and len(steps["tables"]) == 2
 
 
@@ -363,11 +365,7 @@ def test_unregister(steps):
 @pytest.mark.slow
 def test_kept_managers_are_of_their_attention(registered):
     """Stock attention does not read the block tables of this one's, which has no masks: neither takes the other's."""
-    model = stock_model("llama")
-    with torch.no_grad():  # large scores, so that keys matter
-        for key, parameter in model.named_parameters():
-            if "q_proj" in key:
-                parameter.mul_(40)
+    model = with_large_scores(stock_model("llama"))
     expected = generate(model, PROMPTS)
     assert [generate(model, PROMPTS, keeps=True) for _ in range(2)] == [expected] * 2
     assert hasattr(model, "_cached_continuous_batching_manager")
@@ -449,9 +447,7 @@ def test_on_a_gpu(name, options, graphs, steps, registered):
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
     prompts = draw(300, 40, 77, 129)
-    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    alone = [torch.tensor([one], device="cuda") for one in prompts]
-    expected = [model.generate(one, config)[0, one.shape[1] :].tolist() for one in alone]
+    expected = generated_alone(model, prompts)
     batching = dict(num_blocks=256, max_batch_tokens=256, use_cuda_graph=graphs, use_async_batching=graphs)
     got = generate(model, prompts, **batching)
     assert steps["layers"] or tables_lack(model.config)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
-from tiny_models import MIXED, Samples, check_equal, check_gradients, dualkv, gradients, logps_of, row_of, tiny_model
+from tiny_models import MIXED, Outcome, Samples, Tolerance, check_equal, dualkv, logps_of, row_of, tiny_model
 from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
 
@@ -47,16 +47,9 @@ def hooked(model: Any, batch: Any) -> Tensor:
 FORWARDS = pytest.mark.parametrize("forward", [scored, hooked])
 
 
-def results(forward: Callable[..., Tensor], model: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    logps = forward(model, batch)
-    weights = torch.linspace(-1, 2, len(logps)).to(logps)
-    (weights @ logps).backward()
-    return logps.detach().cpu(), {name: one.cpu() for name, one in gradients(model).items()}
-
-
-def check_same(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]], least: float) -> None:
-    check_equal(got[0], expected[0], least)
-    check_gradients(got[1], expected[1], least)
+def results(forward: Callable[..., Tensor], model: Any, batch: Any) -> Outcome:
+    values, found = Outcome.of(model, forward(model, batch))
+    return Outcome(values.cpu(), {name: one.cpu() for name, one in found.items()})
 
 
 @FORWARDS
@@ -68,7 +61,7 @@ def test_hooks_of_accelerate(name: str, forward: Any) -> None:
     blocks = {"": "cpu", **{one: "cpu" for one, _ in model.named_modules() if one.count(".") == 2 or one == "lm_head"}}
     accelerate.hooks.attach_align_device_hook_on_blocks(model, execution_device=blocks, offload=dict.fromkeys(blocks))
     assert hasattr(model.model.layers[0], "_hf_hook") and hasattr(model, "_hf_hook")
-    check_same(results(forward, model, BATCH), expected, 1e-6)
+    results(forward, model, BATCH).check(expected, Tolerance(1e-6, 1e-6))
 
 
 def as_elsewhere(given: Any) -> Any:
@@ -92,7 +85,7 @@ def test_a_layer_gets_copies(name: str, forward: Any) -> None:
         return as_elsewhere(args), {key: as_elsewhere(one) for key, one in kwargs.items()}
 
     model.model.layers[1].register_forward_pre_hook(move, with_kwargs=True)
-    check_same(results(forward, model, BATCH), expected, 1e-6)
+    results(forward, model, BATCH).check(expected, Tolerance(1e-6, 1e-6))
 
 
 def test_offloaded_layers() -> None:
@@ -191,9 +184,7 @@ def test_layers_on_two_gpus(name: str, owner: int, forward: Any) -> None:
     embeddings = next(one for one, module in model.named_modules() if module is model.get_input_embeddings())
     model = accelerate.dispatch_model(model, {**places, embeddings: 0}, main_device=0)
     assert {one.device.index for one in model.parameters()} == {0, 1}
-    got = results(forward, model, batch)
-    check_equal(got[0], expected[0], 1e-2)
-    check_gradients(got[1], expected[1], 5e-2)
+    results(forward, model, batch).check(expected, Tolerance(1e-2, 5e-2))
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])

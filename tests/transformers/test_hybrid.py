@@ -31,8 +31,6 @@ from tiny_models import (
     WHOLE,
     Samples,
     Tolerance,
-    check_equal,
-    check_gradients,
     dualkv,
     stock_twin,
 )
@@ -51,15 +49,13 @@ def test_prompts_and_responses(name: str) -> None:
     runs: list[tuple[dict[str, Any], bool | None]] = [(dict(boundary="replicate"), None)]
     runs += [(dict(boundary="gather", pad_to_multiple_of=16), None), ({}, False), ({}, True)]
     with in_float64():
-        expected, expected_gradients = alone(model, RAGGED)
+        expected = alone(model, RAGGED)
         for options, use_reentrant in runs:
             if use_reentrant is not None:
                 model.train().gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
             if use_reentrant:
                 model.enable_input_require_grads()
-            got, got_gradients = shared(model, RAGGED.pack(**options))
-            check_equal(got, expected, EXACT.value)
-            check_gradients(got_gradients, expected_gradients, EXACT.gradient)
+            shared(model, RAGGED.pack(**options)).check(expected, EXACT)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -68,10 +64,7 @@ def test_trees(name: str) -> None:
     batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, pad_to_multiple_of=8)
     assert batch.layout.depth >= 4
     with in_float64():
-        expected, expected_gradients = alone(model, WHOLE, TRAINED)
-        got, got_gradients = shared(model, batch)
-        check_equal(got, expected, EXACT.value)
-        check_gradients(got_gradients, expected_gradients, EXACT.gradient)
+        shared(model, batch).check(alone(model, WHOLE, TRAINED), EXACT)
 
 
 # --- independence -----------------------------------------------------------------------------------------------------
@@ -83,8 +76,7 @@ def test_inference_before_training() -> None:
     batch = Samples.random([(11, [5, 4, 2])]).pack()
     with torch.inference_mode():
         before, _ = dualkv.shared_prompt_forward(model, batch)
-    logps, _ = shared(model, batch)
-    assert torch.equal(before, logps)
+    assert torch.equal(before, shared(model, batch).values)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -15,11 +15,10 @@ from tiny_models import (
     COMMON,
     FAMILIES,
     TOLERANCES,
+    Outcome,
     Samples,
     check_equal,
-    check_gradients,
     dualkv,
-    gradients,
     replicated_logps,
     row_of,
     stock_twin,
@@ -33,6 +32,7 @@ from flash_attn_dualkv.integrations.transformers.admission.unwrap import decoder
 from flash_attn_dualkv.integrations.transformers.query_pruning import late_layers
 
 LAYERS, SHARED = 6, 4
+TOLERANCE = TOLERANCES[torch.float64]
 _MIXED = ["sliding_attention", "full_attention"] * 3
 # As Gemma 4 E2B: windows, per-layer inputs, wider MLPs and other head dims of full attention.
 _SIZES = dict(
@@ -87,21 +87,9 @@ def counted(model: Any) -> Iterator[list[int]]:
             del one.forward
 
 
-Found = tuple[Tensor, dict[str, Tensor]]
-
-
-def computed(model: Any, batch: PackedBatch, run: Any = None, **options: Any) -> Found:
-    """Log-probabilities, and all gradients of a loss of these and entropies."""
+def computed(model: Any, batch: PackedBatch, **options: Any) -> Outcome:
     options = dict(temperature=0.7, with_entropy=True, self_check=False) | options
-    logps, entropy = dualkv.shared_prompt_forward(model if run is None else run, batch, **options)
-    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(5), dtype=logps.dtype)
-    (weights @ logps + 0.3 * entropy.sum()).backward()
-    return logps.detach(), gradients(model)
-
-
-def check(got: Found, expected: Found, dtype: torch.dtype = torch.float64) -> None:
-    check_equal(got[0], expected[0], TOLERANCES[dtype].value)
-    check_gradients(got[1], expected[1], TOLERANCES[dtype].gradient)
+    return Outcome.of(model, *dualkv.shared_prompt_forward(model, batch, **options))
 
 
 def rows_of_layers(model: Any, batch: PackedBatch, **options: Any) -> list[int]:
@@ -117,7 +105,7 @@ def check_leaves(model: Any, batch: PackedBatch) -> None:
     layers, late = (len(one) for one in (decoder_of(model).layers, late_layers(decoder_of(model))))
     assert rows_of_layers(model, batch) == [tokens] * (layers - late) + [queries] * late
     assert rows_of_layers(model, batch, drop_unread=False) == [tokens] * layers
-    check(computed(model, batch), computed(model, batch, drop_unread=False))
+    computed(model, batch).check(computed(model, batch, drop_unread=False), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +137,8 @@ def test_a_single_row_leaves_and_comes_between(name: str, monkeypatch: pytest.Mo
 def test_equals_replicated_prompts(name: str) -> None:
     model = model_of(name)
     twin = stock_twin(model, FAMILIES[name].stock if name in FAMILIES else "sdpa")
-    logps, entropy = replicated_logps(twin, SAMPLES, temperature=0.7)
-    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(5), dtype=logps.dtype)
-    (weights @ logps + 0.3 * entropy.sum()).backward()
-    check(computed(model, SAMPLES.pack()), (logps.detach(), gradients(twin)))
+    expected = Outcome.of(twin, *replicated_logps(twin, SAMPLES, temperature=0.7))
+    computed(model, SAMPLES.pack()).check(expected, TOLERANCE)
 
 
 def test_activation_checkpointing() -> None:
@@ -162,7 +148,7 @@ def test_activation_checkpointing() -> None:
     model.gradient_checkpointing_enable(dict(use_reentrant=False))
     model.train()
     with counted(model) as rows:
-        check(computed(model, batch), expected)
+        computed(model, batch).check(expected, TOLERANCE)
     queries, tokens = batch.late_layout.num_queries, batch.layout.num_tokens
     late = len(late_layers(decoder_of(model)))
     early = [tokens] * (len(decoder_of(model).layers) - late)
@@ -262,4 +248,4 @@ class _Twice:
 def test_code_of_ones_own_under_the_name_of_a_known_model() -> None:
     model, batch = model_of("gemma4_text", hidden_size_per_layer_input=0), SAMPLES.pack()
     model.model.__class__ = type("Twice", (_Twice, type(model.model)), {})
-    check(computed(model, batch), computed(model, batch, drop_unread=False))
+    computed(model, batch).check(computed(model, batch, drop_unread=False), TOLERANCE)

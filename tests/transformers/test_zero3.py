@@ -60,6 +60,18 @@ def _logps(engine: Any, kind: str, samples: Samples) -> torch.Tensor:
     return logps.gather(-1, batch.targets[:, None])[:, 0] + 0.1 * entropy
 
 
+def _engine(deepspeed: Any, model: Any, stage: int, threshold: int) -> Any:
+    """`threshold`: parameters with fewer elements stay whole."""
+    config = dict(
+        train_micro_batch_size_per_gpu=1,
+        gradient_clipping=0.0,
+        zero_optimization=dict(stage=stage, stage3_param_persistence_threshold=threshold),
+        zero_allow_untested_optimizer=True,
+        zero_force_ds_cpu_optimizer=False,
+    )
+    return deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)[0]
+
+
 def _run_rank(rank: int, runs: list[tuple[int, str]], results: Any) -> None:
     deepspeed = start_deepspeed(rank, 2)
     lm_head.LOGIT_ELEMENTS = 4 * VOCABULARY
@@ -67,14 +79,7 @@ def _run_rank(rank: int, runs: list[tuple[int, str]], results: Any) -> None:
         model = _model(kind)
         if "layout hook" in kind:
             dualkv.install_layout_hook(model)
-        config = dict(
-            train_micro_batch_size_per_gpu=1,
-            gradient_clipping=0.0,
-            zero_optimization=dict(stage=stage, stage3_param_persistence_threshold=0),
-            zero_allow_untested_optimizer=True,
-            zero_force_ds_cpu_optimizer=False,
-        )
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+        engine = _engine(deepspeed, model, stage, 0)
         with torch.no_grad():
             old = _logps(engine, kind, STEPS[0][rank])
         for count, step in enumerate(STEPS):
@@ -148,13 +153,7 @@ def _try_on_rank(rank: int, thresholds: list[int], results: Any) -> None:
     for threshold in thresholds:
         model = _fresh_lora()
         expected = {name: one.detach().clone() for name, one in model.named_parameters()}
-        config = dict(
-            train_micro_batch_size_per_gpu=1,
-            zero_optimization=dict(stage=3, stage3_param_persistence_threshold=threshold),
-            zero_allow_untested_optimizer=True,
-            zero_force_ds_cpu_optimizer=False,
-        )
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+        engine = _engine(deepspeed, model, 3, threshold)
         kept = sum(bool(one.ds_persist) for one in model.parameters())
         batch = STEPS[0][rank].pack()
         with torch.no_grad():

@@ -31,6 +31,7 @@ FOLDER = Path(pipeline.__file__).parents[1]
         ({"shared_prompt_min_shared": "16"}, {"MIN_SHARED": ""}, Options(min_shared=16)),
         ({"shared_prompt_min_shared": ""}, {"MIN_SHARED": "4"}, Options(min_shared=None)),
         ({"shared_prompt_enabled": True}, {"ENABLED": "0"}, Options()),
+        ({"shared_prompt_share_lora_dropout": "true"}, {}, Options(share_lora_dropout=True)),
     ],
 )
 def test_options_as_text(settings: Any, environment: Any, expected: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +60,10 @@ def test_wrong_options(option: str, value: Any, message: str, monkeypatch: pytes
             Options.checked({option: ("mine", value)})
     with pytest.raises(ValueError, match="override_config: expected one of .*, got shared_prompt_mode"):
         Options.of({"shared_prompt_mode": 1})
+    with pytest.raises(
+        ValueError, match="^override_config.shared_prompt_share_lora_dropout: expected False with verify"
+    ):
+        Options.of({"shared_prompt_share_lora_dropout": True, "shared_prompt_verify_first_steps": 2})
     monkeypatch.setenv("DUALKV_VERL_VERIFY_FIRST_STEPS", "all")
     with pytest.raises(ValueError, match="the environment's DUALKV_VERL_VERIFY_FIRST_STEPS: expected an int >= 0"):
         Options.of({})
