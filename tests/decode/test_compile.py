@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_attn_dualkv import SharedPrefixPlan, append_kv, flash_attn_with_kvcache, shared_prefix_decode
 from flash_attn_dualkv.decode.calls import Limits, Step, pack_step
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def operator_arguments(step: Forest, sinks: Tensor | None) -> tuple[Any, ...]:

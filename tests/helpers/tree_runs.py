@@ -20,33 +20,28 @@ from flash_attn_dualkv import reference as specification
 PAD = 37
 
 # Borders of tiles on all sides, combs, bushes with gradients that sum over all leaves, forests with
-# empty nodes. What "turns" leave over in tiles of 80 keys fills others to the last row.
+# empty nodes. What "turns" leave over in tiles of 80 keys fills others to the last row. On the host
+# they are smaller.
+_scale, _teeth, _turns, _leaves, _bushes, _nodes, _longest = (
+    (37, 12, 9, 64, 8, 60, 90) if DEVICE == "cuda" else (13, 4, 4, 16, 3, 25, 70)
+)
 TREES: dict[str, Tree] = {
-    "deep": ([length * 37 for length in DEEP[0]], DEEP[1]),
+    "deep": ([length * _scale for length in DEEP[0]], DEEP[1]),
     "borders": ([128, 64, 0, 63, 1, 129, 256, 127, 65], [-1, 0, 1, 2, 1, 0, -1, 6, 7]),
-    "comb": ([65, 40] * 12, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(24)]),
-    "turns": ([208] + [20, 128] * 9, [-1] + [2 * (i // 2) for i in range(18)]),
-    "bush": ([200] + [33] * 64, [-1] + [0] * 64),
-    "bush of bushes": ([90] + [40, *[7] * 15] * 8, [-1] + [one for b in range(8) for one in (0, *[16 * b + 1] * 15)]),
+    "comb": ([65, 40] * _teeth, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(2 * _teeth)]),
+    "turns": ([208] + [20, 128] * _turns, [-1] + [2 * (i // 2) for i in range(2 * _turns)]),
+    "bush": ([200] + [33] * _leaves, [-1] + [0] * _leaves),
+    "bush of bushes": (
+        [90] + [40, *[7] * 15] * _bushes,
+        [-1] + [one for b in range(_bushes) for one in (0, *[16 * b + 1] * 15)],
+    ),
     "prompts": (
         [length for g in range(16) for length in (64 + g, g, 128, 64 - g)],
         [parent for g in range(16) for parent in (-1, *[4 * g] * 3)],
     ),
     "chain": ([50, 1, 0, 130, 64, 3, 90], [-1, 0, 1, 2, 3, 4, 5]),
-    "forest": random_tree(1, 60, 90, 0.4),
+    "forest": random_tree(1, _nodes, _longest, 0.4),
 }
-if DEVICE == "cpu":
-    TREES |= {
-        "deep": ([length * 13 for length in DEEP[0]], DEEP[1]),
-        "comb": ([65, 40] * 4, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(8)]),
-        "turns": ([208] + [20, 128] * 4, [-1] + [2 * (i // 2) for i in range(8)]),
-        "bush": ([200] + [33] * 16, [-1] + [0] * 16),
-        "bush of bushes": (
-            [90] + [40, *[7] * 15] * 3,
-            [-1] + [one for b in range(3) for one in (0, *[16 * b + 1] * 15)],
-        ),
-        "forest": random_tree(1, 25, 70, 0.4),
-    }
 
 
 def data(tree: Tree, pad: int = PAD, **options: Any) -> tuple[SharedPromptLayout, Inputs]:
@@ -66,36 +61,30 @@ ALL = Variant()
 MANY_KEYS = 1 << 20  # by so many dQ is summed
 
 
-def run_forward(inputs: Inputs, nodes: Tensor, variant: Variant = ALL) -> dict[str, Tensor]:
-    """out and lse alone."""
+def run_forward(
+    inputs: Inputs,
+    nodes: Tensor,
+    variant: Variant = ALL,
+    deterministic: bool = False,
+    reference: bool = False,
+    mean_keys: int = MANY_KEYS,
+) -> dict[str, Tensor]:
+    """out and lse by the operator; free memory holds NaN before."""
     poison_free_memory()
-    scale = inputs.q.shape[2] ** -0.5
     out, lse = ops.forward(
-        inputs.q, inputs.k, inputs.v, None, None, inputs.sinks, nodes, scale, variant.causal, variant.window,
-        variant.softcap, False, MANY_KEYS, False,
+        inputs.q, inputs.k, inputs.v, None, None, inputs.sinks, nodes, inputs.q.shape[2] ** -0.5, variant.causal,
+        variant.window, variant.softcap, reference, mean_keys, deterministic,
     )  # fmt: skip
     return {"out": out, "lse": lse}
 
 
-def run(
-    inputs: Inputs,
-    nodes: Tensor,
-    deterministic: bool = False,
-    reference: bool = False,
-    variant: Variant = ALL,
-    mean_keys: int = MANY_KEYS,
-) -> dict[str, Tensor]:
-    """out, lse and the gradients by the operators; free memory holds NaN before."""
+def run(inputs: Inputs, nodes: Tensor, deterministic: bool = False, **options: Any) -> dict[str, Tensor]:
+    """out, lse and the gradients by the operators."""
     leaves = inputs.leaves()
-    poison_free_memory()
-    scale = inputs.q.shape[2] ** -0.5
-    out, lse = ops.forward(
-        leaves.q, leaves.k, leaves.v, None, None, leaves.sinks, nodes, scale, variant.causal, variant.window,
-        variant.softcap, reference, mean_keys, deterministic,
-    )  # fmt: skip
-    gradients = torch.autograd.grad(out, leaves.tensors, inputs.dout)
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    return dict(zip(names, (out.detach(), lse.detach(), *gradients)))
+    found = run_forward(leaves, nodes, deterministic=deterministic, **options)
+    gradients = torch.autograd.grad(found["out"], leaves.tensors, inputs.dout)
+    whole = {**found, **dict(zip(("dq", "dk", "dv", "dsinks"), gradients))}
+    return {name: one.detach() for name, one in whole.items()}
 
 
 def exact(inputs: Inputs, nodes: Tensor, variant: Variant = ALL) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""shared_prompt_attention: against two calls with separate keys; padding, and how it is watched."""
+"""shared_prompt_attention: padding, and how it is watched. What it computes is compared in test_tree.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, two_calls
+from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run
 from torch import Tensor
 
 from flash_attn_dualkv import (
@@ -20,17 +20,6 @@ from flash_attn_dualkv import (
     shared_prompt_attention,
 )
 from flash_attn_dualkv.integrations.trees import Forest
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_two_calls_with_separate_keys(name: str) -> None:
-    """Windows, softcaps and sinks of flash_attn_dualkv_varlen_func, with their gradients."""
-    layout = layout_of(GROUPS[name])
-    inputs = inputs_of(layout, sinks=True)
-    out, gradients = run(inputs, lambda one: attend(one, layout, sliding_window=5, softcap=1.5))
-    options = {"window_size": (4, 0), "softcap": 1.5}
-    other, found = run(inputs, lambda one: two_calls(one, layout, sinks=one.sinks, **options))
-    torch.testing.assert_close((other, *found), (out, *gradients), rtol=1e-12, atol=1e-12)
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
