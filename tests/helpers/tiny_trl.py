@@ -140,10 +140,27 @@ def check_runs(got: Run, expected: Run) -> None:
     check_parameters(got, expected)
 
 
-def both(ours: Any, stock: Any, model: Any, out: Path, **config: Any) -> tuple[Run, Run]:
-    """A run of our trainer, which shares in every forward, and the stock one's, which it equals."""
-    expected = train(trainer(stock, model, out, **config))
-    got = train(trainer(ours, model, out, **config))
+def pair(make: Callable[[], Any], out: Path, own: dict[str, Any] | None = None, **config: Any) -> tuple[Any, Any]:
+    """A stock GRPO trainer and ours, of a model each; `own`: arguments of ours."""
+    ours = shared.SharedPromptGRPOTrainer
+    return trainer(trl.GRPOTrainer, make(), out, **config), trainer(ours, make(), out, arguments=own, **config)
+
+
+def both(
+    ours: Any, stock: Any, model: Any, out: Path, own: dict[str, Any] | None = None, make: Any = trainer, **config: Any
+) -> tuple[Run, Run]:
+    """A run of our trainer, which shares in every forward, and the stock one's, which it equals.
+
+    Args:
+        model: a path, or a function that makes one.
+        own: arguments that only our trainer has.
+        make: of trainers.
+    """
+    arguments = config.pop("arguments", {})
+    expected, got = (
+        train(make(cls, model() if callable(model) else model, out, arguments={**arguments, **others}, **config))
+        for cls, others in ((stock, {}), (ours, own or {}))
+    )
     check_runs(got, expected)
     assert sum(got.metric("fallbacks")) == 0
     return got, expected

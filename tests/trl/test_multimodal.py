@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import tiny_trl
 import torch
-import trl
 from datasets import Dataset
 from PIL import Image
 from tiny_models import VERSION, Samples, check_equal, transformers
 from tiny_multimodal import IMAGE, Pictured, marks_of, multimodal_model
-from tiny_trl import StockInGroups, batch, both, compare, lora, padded, refused, score, shared, trainer
+from tiny_trl import StockInGroups, batch, both, compare, lora, padded, pair, refused, score, shared
 from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid
 
@@ -28,15 +27,8 @@ pytestmark = [
 ]
 
 
-def on_disk(folder: Path, model_type: str, **options: Any) -> str:
-    path = folder / model_type
-    multimodal_model(model_type, attention="sdpa", **options).save_pretrained(path)
-    return str(path)
-
-
-def both_of(model_type: str, folder: Path, attention: str = "sdpa") -> list[Any]:
-    """The stock trainer and ours."""
-    return [trainer(cls, multimodal_model(model_type, attention=attention), folder) for cls in (trl.GRPOTrainer, GRPO)]
+def both_of(model_type: str, folder: Path, attention: str = "sdpa") -> tuple[Any, Any]:
+    return pair(lambda: multimodal_model(model_type, attention=attention), folder)
 
 
 def test_marks_that_all_tokens_are_text(tmp_path: Path) -> None:

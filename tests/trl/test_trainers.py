@@ -27,10 +27,10 @@ from tiny_trl import (
     batch,
     both,
     check_parameters,
-    check_runs,
     compare,
     lora,
     model_on_disk,
+    pair,
     refused,
     score,
     shared,
@@ -73,19 +73,16 @@ def test_training_with_lora_equals_stock(tmp_path: Path) -> None:
     """The reference is the model with a copy of the adapter that training starts from."""
     peft = pytest.importorskip("peft")
 
-    def run(cls: Any) -> Any:
+    def model() -> Any:
         torch.manual_seed(5)
         plain = tiny_model("qwen3", dtype=torch.float32, attention="sdpa")
-        model = peft.get_peft_model(plain, lora(init_lora_weights=False))
-        return train(trainer(cls, model, tmp_path, beta=0.1, num_iterations=2))
+        return peft.get_peft_model(plain, lora(init_lora_weights=False))
 
-    stock, got = run(trl.GRPOTrainer), run(GRPO)
+    got, _ = both(GRPO, trl.GRPOTrainer, model, tmp_path, beta=0.1, num_iterations=2)
     # The embeddings and all that is frozen have not moved.
     frozen = [name for name, one in got.before.items() if torch.equal(one, got.after[name])]
     assert not any("lora_B" in name and ".ref." not in name for name in frozen)
     assert any("embed_tokens" in name for name in frozen)
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
 
 
 def test_the_order_of_micro_batches_does_not_matter_to_an_accumulated_step(tmp_path: Path) -> None:
@@ -131,12 +128,9 @@ def test_a_trainer_of_ones_own(tmp_path: Path) -> None:
     class Shared(shared.SharedPromptMixin, Mine):
         pass
 
-    model = model_on_disk(tmp_path)
-    stock = train(trainer(Mine, model, tmp_path, arguments=dict(bonus=2.0)))
-    got = train(trainer(Shared, model, tmp_path, arguments=dict(bonus=2.0, verify_first_steps=2)))
-    check_runs(got, stock)
+    own = dict(verify_first_steps=2)
+    got, _ = both(Shared, Mine, model_on_disk(tmp_path), tmp_path, own, arguments=dict(bonus=2.0))
     assert got.trainer.bonus == 2.0
-    assert sum(got.metric("fallbacks")) == 0
     assert [one.get("shared_prompt/logp_difference", 1.0) < VALUE for one in got.logs] == [True, True, False]
 
 
@@ -186,9 +180,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_one_forward(case: str, tmp_path: Path) -> None:
     (ids, mask, width), options = CASES[case]
-    model = model_on_disk(tmp_path)
-    stock, ours = (trainer(cls, model, tmp_path, temperature=0.8) for cls in (trl.GRPOTrainer, GRPO))
-    ours._sharing.options = ours._sharing.options._replace(min_dedup_ratio=0.1)
+    stock, ours = pair(lambda: model_on_disk(tmp_path), tmp_path, dict(min_dedup_ratio=0.1), temperature=0.8)
     compare(stock, ours, ids, mask, width, **options)
     assert not ours._sharing.tally.fallbacks
     assert ours._sharing.tally.calls == 2 * -(-len(ids) // options.get("batch_size", len(ids)))
@@ -200,10 +192,7 @@ def test_one_forward(case: str, tmp_path: Path) -> None:
 )
 def test_model_families(make: Any, family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Experts and states: other families differ in what tests/transformers compare."""
-    stock, ours = (
-        trainer(cls, make(family, dtype=torch.float32, attention="sdpa"), tmp_path, **options)
-        for cls in (trl.GRPOTrainer, GRPO)
-    )
+    stock, ours = pair(lambda: make(family, dtype=torch.float32, attention="sdpa"), tmp_path, **options)
     compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
     assert ours._sharing.tally.calls == 2
     assert not ours._sharing.tally.fallbacks
@@ -289,8 +278,7 @@ def test_rows_that_score_nothing_leave(tmp_path: Path) -> None:
 
 
 def test_calls_that_are_not_shared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = model_on_disk(tmp_path)
-    stock, ours = (trainer(cls, model, tmp_path) for cls in (trl.GRPOTrainer, GRPO))
+    stock, ours = pair(lambda: model_on_disk(tmp_path), tmp_path)
     single = batch([(9, [5]), (7, [2])])
     ids, mask, width = batch([(9, [5, 9, 3])])
     holes = mask.clone()

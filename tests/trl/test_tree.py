@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_models import Samples as Sequences
 from tiny_models import check_equal, check_gradients, gradients, replicated_logps, stock_twin, tiny_model
 from torch import Tensor
 from transformers import AttentionInterface
+from tree_cases import dense
 from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
@@ -63,22 +65,15 @@ def tree_kwargs(packed: dict[str, Any]) -> dict[str, Any]:
 def by_path(
     q: Tensor, k: Tensor, v: Tensor, packed: dict[str, Any], scale: float, window: int | None = None, softcap: float = 0
 ) -> Tensor:
-    """Each segment's queries against the keys of its path, one segment after the other."""
-    bounds_q, bounds_k = packed["tree_cu_seqlens_q"].tolist(), packed["tree_cu_seqlens_k"].tolist()
-    outs = []
-    for segment in range(len(bounds_q) - 1):
-        rows = packed["tree_kv_index"][bounds_k[segment] : bounds_k[segment + 1]]
-        own = slice(bounds_q[segment], bounds_q[segment + 1])
-        count = own.stop - own.start
-        visible = torch.ones(count, len(rows), dtype=torch.bool).tril(len(rows) - count)
-        if window:
-            visible &= ~visible.tril(len(rows) - count - window)
-        keys, values = (one[:, :, rows].repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
-        scores = q[:, :, own] @ keys.transpose(2, 3) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        outs.append(scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values)
-    return torch.cat(outs, 2).transpose(1, 2)
+    """Each segment's queries see the keys of its path."""
+    bounds = zip(pairwise(packed["tree_cu_seqlens_q"].tolist()), pairwise(packed["tree_cu_seqlens_k"].tolist()))
+    sees = torch.zeros(q.shape[2], q.shape[2], dtype=torch.bool)
+    for (begin, end), keys in bounds:
+        path = packed["tree_kv_index"][slice(*keys)].tolist()
+        for row in range(begin, end):
+            behind = len(path) - (end - begin) + row - begin + 1
+            sees[row, path[max(behind - window, 0) if window else 0 : behind]] = True
+    return dense(*(one[0].transpose(0, 1) for one in (q, k, v)), sees, scale, softcap)[0][None]
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -91,11 +86,11 @@ def test_attention_and_its_gradients(name: str, hook: None) -> None:
     got, nothing = attention(None, *tensors, None, **tree_kwargs(packed), scaling=0.3)
     assert nothing is None
     expected = by_path(*tensors, packed, 0.3)
-    check_equal(got, expected, 1e-13)
+    check_equal(got, expected, 1e-12)
     weights = torch.randn_like(expected)
     found = torch.autograd.grad((got * weights).sum(), tensors)
-    for one, wanted in zip(found, torch.autograd.grad((expected * weights).sum(), tensors)):
-        check_equal(one, wanted, 1e-13)
+    wanted = torch.autograd.grad((expected * weights).sum(), tensors)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -145,10 +140,10 @@ def test_what_the_kernels_lack_goes_to_the_original(head_dim: int, hook: None, m
 @pytest.mark.parametrize(("window", "softcap"), [(None, 1.5), (1, 0.0), (3, 1.5), (6, 0.0)])
 def test_windows_and_softcaps(window: int | None, softcap: float, hook: None) -> None:
     packed = pack(TREES["deep"])
-    q = torch.randn(1, 2, len(packed["input_ids"]), 8)
+    q = torch.randn(1, 2, len(packed["input_ids"]), 8, dtype=torch.float64)
     options = {"sliding_window": window, "softcap": softcap or None}
     got, _ = packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed), **options)
-    check_equal(got, by_path(q, q, q, packed, 8**-0.5, window, softcap), 1e-6)
+    check_equal(got, by_path(q, q, q, packed, 8**-0.5, window, softcap), 1e-12)
 
 
 def test_before_or_after_the_trainer_and_twice(restored_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:

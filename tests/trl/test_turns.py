@@ -3,28 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_trl
 import torch
-import trl
 from hybrid_models import HYBRIDS, KINDS, hybrid_model
 from tiny_models import tiny_model
-from tiny_trl import (
-    StockInGroups,
-    batch,
-    check_runs,
-    compare,
-    drawing,
-    model_on_disk,
-    padded,
-    score,
-    shared,
-    train,
-    trainer,
-)
+from tiny_trl import StockInGroups, batch, both, compare, drawing, model_on_disk, padded, pair, score, shared, trainer
 
 from flash_attn_dualkv import group_by_prefix
 
@@ -54,10 +42,8 @@ def tokens_run(made: Any) -> int:
 def test_dialogues(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token of the tree is run once, every completion is scored at its own rows."""
     make = hybrid_model if family in HYBRIDS else tiny_model
-    stock, ours = (
-        trainer(kind, make(family, dtype=torch.float32, attention="sdpa"), tmp_path, arguments=arguments)
-        for kind, arguments in ((trl.GRPOTrainer, {}), (GRPO, dict(min_shared=LEAST)))
-    )
+    model = functools.partial(make, family, dtype=torch.float32, attention="sdpa")
+    stock, ours = pair(model, tmp_path, dict(min_shared=LEAST))
     samples = rollouts()
     if family in HYBRIDS:  # a state that is carried over many tokens rounds gradients a little more
         monkeypatch.setattr(tiny_trl, "GRADIENT", 2e-5)
@@ -80,8 +66,8 @@ def test_prompts_alone(tmp_path: Path) -> None:
     samples = rollouts()
     rows = sum(len(p) + len(c) for p, c in samples)
     for arguments in (dict(min_shared=None), dict(min_shared=600)):
-        made = trainer(GRPO, path, tmp_path, arguments={"min_dedup_ratio": 1.0, **arguments})
-        compare(trainer(trl.GRPOTrainer, path, tmp_path), made, *padded(samples))
+        stock, made = pair(lambda: path, tmp_path, {"min_dedup_ratio": 1.0, **arguments})
+        compare(stock, made, *padded(samples))
         assert 0.7 * rows < tokens_run(made) / 2 < rows
 
 
@@ -101,13 +87,7 @@ def agent(prompts: list[str], made: Any) -> dict[str, Any]:
 def test_training_on_turns(tmp_path: Path) -> None:
     """As the stock trainer does on rollouts whose turns are alike, with the answers of tools between them."""
     path = model_on_disk(tmp_path)
-    config = dict(max_completion_length=32, beta=0.1, num_iterations=2)
-    arguments = dict(rollout_func=agent)
-    expected = train(trainer(StockInGroups, path, tmp_path, arguments=arguments, **config))
-    got = train(trainer(GRPO, path, tmp_path, arguments={**arguments, "min_shared": LEAST}, **config))
-    alone = train(trainer(GRPO, path, tmp_path, arguments={**arguments, "min_shared": None}, **config))
-    check_runs(got, expected)
-    check_runs(alone, expected)
-    assert sum(got.metric("fallbacks")) == 0
+    config = dict(max_completion_length=32, beta=0.1, num_iterations=2, arguments=dict(rollout_func=agent))
+    got, alone = (both(GRPO, StockInGroups, path, tmp_path, dict(min_shared=one), **config)[0] for one in (LEAST, None))
     for one, other in zip(got.metric("dedup_ratio"), alone.metric("dedup_ratio")):
         assert one > 1.2 * other
