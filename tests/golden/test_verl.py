@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from typing import Any
 
 import golden
 import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
-import verl_rig
 from verl_inputs import Batch, Case, Found, Model
-from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, UNEQUAL, Turns, Unusual, case
+from verl_runs import ACTOR, MODEL, UNEQUAL, Turns, Unusual, case, ours, run
 
 HAS_MEGATRON = all(importlib.util.find_spec(one) is not None for one in ("megatron", "mbridge"))
-
-
-def _ours(one: Case) -> Case:
-    return replace(one, shares=True, balance="groups" if one.balance == "lengths" else "none")
 
 
 FSDP = [
@@ -44,13 +38,12 @@ MEGATRON = [
 
 @pytest.fixture(scope="module")
 def fsdp() -> dict[str, Found]:
-    return verl_rig.run([*map(_ours, FSDP)], 1, ENVIRONMENT, PATIENCE)
+    return run([*map(ours, FSDP)])
 
 
 @pytest.fixture(scope="module")
 def megatron() -> dict[str, Found]:
-    environment = {**ENVIRONMENT, "VERL_USE_EXTERNAL_MODULES": "cpu_platform,verl_megatron"}
-    return verl_rig.run([*map(_ours, MEGATRON)], 1, environment, PATIENCE)
+    return run([*map(ours, MEGATRON)], VERL_USE_EXTERNAL_MODULES="cpu_platform,verl_megatron")
 
 
 def _numbers(found: Found) -> Any:
@@ -60,10 +53,10 @@ def _numbers(found: Found) -> Any:
 
 @pytest.mark.parametrize("name", [one.name for one in FSDP])
 def test_numbers_stay(name: str, fsdp: dict[str, Found]) -> None:
-    golden.check("verl", name, _numbers(fsdp[name]))
+    golden.check("verl", name, _numbers(fsdp[f"ours, {name}"]))
 
 
 @pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core or mbridge is not installed: see docs/trainers.md")
 @pytest.mark.parametrize("name", [one.name for one in MEGATRON])
 def test_numbers_of_megatron_stay(name: str, megatron: dict[str, Found]) -> None:
-    golden.check("verl_megatron", name, _numbers(megatron[name]))
+    golden.check("verl_megatron", name, _numbers(megatron[f"ours, {name}"]))

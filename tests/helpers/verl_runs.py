@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -164,45 +164,70 @@ def case(name: str, *overrides: str, updates: int = 2, **settings: Any) -> Case:
     return Case(name, overrides=(*FP32, *overrides), updates=updates, **settings)
 
 
-def run_beside(
-    stock: Sequence[Case],
-    ours: Sequence[Case],
-    ranks: int = 1,
-    driver: str | None = None,
-    environment: dict[str, str] = ENVIRONMENT,
-) -> dict[str, Found]:
+def run(cases: Sequence[Case], ranks: int = 1, driver: str | None = None, **environment: str) -> dict[str, Found]:
+    return verl_rig.run(cases, ranks, ENVIRONMENT | environment, PATIENCE, driver)
+
+
+def run_beside(stock: Sequence[Case], ours: Sequence[Case], *args: Any, **environment: str) -> dict[str, Found]:
     """verl's engines and the plug-in in processes of their own: it must be there before verl patches models."""
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda cases: verl_rig.run(cases, ranks, environment, PATIENCE, driver), [stock, ours])
+        parts = pool.map(lambda cases: run(cases, *args, **environment), [stock, ours])
         return {name: found for part in parts for name, found in part.items()}
 
 
-def check_equal(stock: Found, ours: Found) -> None:
-    assert (stock.error, ours.error) == (None, None)
-    assert stock.engine.startswith("verl.") and ours.engine.startswith("flash_attn_dualkv.")
-    # Behind the updates parameters differ by what Adam makes of gradients that are nearly zero.
-    for before, after, tolerance in zip(stock.values, ours.values, (1e-5, 5e-4)):
-        assert before.keys() == after.keys() and before
-        for name in before:
-            for one, other in zip(before[name], after[name], strict=True):
-                torch.testing.assert_close(other, one, rtol=0, atol=tolerance)
-    for one, other in zip(stock.routes, ours.routes, strict=True):
-        assert torch.equal(one, other)
-    assert len(stock.metrics) == len(ours.metrics)
-    for step, (one, other) in enumerate(zip(stock.metrics, ours.metrics)):
-        compared = [name for name in one if name in LOSSES]
-        assert compared
-        for name in compared:
-            assert other[name] == pytest.approx(one[name], rel=3e-5 * (1 + 9 * step), abs=3e-6), (step, name)
-        assert {name for name in other if not name.startswith("shared_prompt/")} == set(one)
+def ours(one: Case, *overrides: str) -> Case:
+    """The same case with the plug-in."""
+    balance = "groups" if one.balance == "lengths" else "none"
+    return replace(one, name=f"ours, {one.name}", shares=True, balance=balance, overrides=(*one.overrides, *overrides))
+
+
+def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("one", cases, ids=lambda one: one.name)
+
+
+class Pair(NamedTuple):
+    """What verl's engine and the plug-in have made of a case."""
+
+    stock: Found
+    ours: Found
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Of all calls of the plug-in, without "shared_prompt/"."""
+        calls = (*self.ours.infer_metrics, *self.ours.metrics)
+        return [{name.removeprefix("shared_prompt/"): value for name, value in call.items()} for call in calls]
+
+    def check_values(self) -> None:
+        assert (self.stock.error, self.ours.error) == (None, None)
+        assert self.stock.engine.startswith("verl.") and self.ours.engine.startswith("flash_attn_dualkv.")
+        # Behind the updates parameters differ by what Adam makes of gradients that are nearly zero.
+        for before, after, tolerance in zip(self.stock.values, self.ours.values, (1e-5, 5e-4)):
+            assert before
+            torch.testing.assert_close(after, before, rtol=0, atol=tolerance)
+
+    def check_equal(self) -> None:
+        self.check_values()
+        torch.testing.assert_close(self.ours.routes, self.stock.routes, rtol=0, atol=0)
+        assert len(self.stock.metrics) == len(self.ours.metrics)
+        for step, (stock, ours) in enumerate(zip(self.stock.metrics, self.ours.metrics)):
+            compared = [name for name in stock if name in LOSSES]
+            assert compared
+            for name in compared:
+                assert ours[name] == pytest.approx(stock[name], rel=3e-5 * (1 + 9 * step), abs=3e-6), (step, name)
+            assert {name for name in ours if not name.startswith("shared_prompt/")} == set(stock)
+
+    def check_shared(self, least_ratio: float = 1.2, fallbacks: int = 0) -> None:
+        """`fallbacks`: micro-batches of each call on verl's own path."""
+        self.check_equal()
+        assert self.ours.infer_metrics
+        for metrics in self.metrics:
+            assert metrics["dedup_ratio"] > least_ratio and metrics["fallback_micro_batches"] == fallbacks
+
+
+def both(found: dict[str, Found], one: Case, stock: dict[str, Found] | None = None) -> Pair:
+    """`stock`: verl's, if it was not run beside the plug-in."""
+    return Pair((stock or found)[one.name], found[f"ours, {one.name}"])
 
 
 # Equal for any micro-batches; others are means over micro-batches.
 LOSSES = ["loss", "grad_norm", "actor/pg_loss", "kl_loss", "actor/entropy_loss", "critic/vf_loss"]
-
-
-def check_shared(stock: Found, ours: Found, least_ratio: float = 1.2) -> None:
-    check_equal(stock, ours)
-    assert ours.infer_metrics
-    for metrics in (*ours.infer_metrics, *ours.metrics):
-        assert metrics["shared_prompt/dedup_ratio"] > least_ratio

@@ -22,18 +22,7 @@ pytest.importorskip("mbridge", reason="mbridge is not installed: see docs/traine
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl_inputs import Batch, Case, Found, Model
-from verl_runs import (
-    ACTOR,
-    ENVIRONMENT,
-    MODEL,
-    UNEQUAL,
-    Routed,
-    Turns,
-    Unusual,
-    check_equal,
-    check_shared,
-    run_beside,
-)  # fmt: skip
+from verl_runs import ACTOR, MODEL, UNEQUAL, Routed, Turns, Unusual, both, each, ours, run_beside
 
 from flash_attn_dualkv import SharedPromptUnsupportedError, pack_shared_prompts
 from flash_attn_dualkv.integrations.common.options import Options
@@ -154,17 +143,13 @@ VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=2", updat
 STAGES_VERIFIED = case("virtual stages, verified", *virtual(), f"{MODEL}.shared_prompt_verify_first_steps=1", **DEEP)
 
 
-def ours(one: Case) -> Case:
-    return replace(one, name=f"ours, {one.name}", shares=True, balance="groups")
-
-
 def alone(one: Case) -> Case:
     """On one rank."""
     kept = tuple(override for override in one.overrides if "context_parallel" not in override)
     return replace(one, sp=1, overrides=kept)
 
 
-RUN = dict(environment={**ENVIRONMENT, "VERL_USE_EXTERNAL_MODULES": "cpu_platform,verl_megatron"})
+RUN = dict(VERL_USE_EXTERNAL_MODULES="cpu_platform,verl_megatron")
 
 
 @pytest.fixture(scope="module")
@@ -180,66 +165,47 @@ def two_ranks() -> dict[str, Found]:
     return run_beside(cases, list(map(ours, [*cases, *DIVIDED])), 2, **RUN)
 
 
-@pytest.mark.parametrize("one", [*EQUAL, TIED], ids=lambda one: one.name)
+@each([*EQUAL, TIED])
 def test_equals_verl(one_rank: dict[str, Found], one: Case) -> None:
-    found = one_rank[f"ours, {one.name}"]
-    check_shared(one_rank[one.name], found)
-    assert found.engine.startswith(PLUGIN)
-    for metrics in (*found.infer_metrics, *found.metrics):
-        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+    pair = both(one_rank, one)
+    pair.check_shared()
+    assert pair.ours.engine.startswith(PLUGIN)
 
 
-@pytest.mark.parametrize("one", EQUAL_RANKS, ids=lambda one: one.name)
+@each(EQUAL_RANKS)
 def test_equals_verl_on_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
-    check_shared(two_ranks[one.name], two_ranks[f"ours, {one.name}"])
+    both(two_ranks, one).check_shared()
 
 
-@pytest.mark.parametrize("one", [one for one in EQUAL_RANKS if "virtual" in one.name], ids=lambda one: one.name)
+@each([one for one in EQUAL_RANKS if "virtual" in one.name])
 def test_micro_batches_of_virtual_stages(two_ranks: dict[str, Found], one: Case) -> None:
     """Their number, and each is counted once."""
-    found = two_ranks[f"ours, {one.name}"]
+    pair = both(two_ranks, one)
     least = {"virtual stages": 2}.get(one.name, 4)  # else by budget, size or the micro-batches of three
-    for metrics in (*found.infer_metrics, *found.metrics):
-        assert metrics["shared_prompt/micro_batches"] == least
-        assert metrics["shared_prompt/executed_tokens"] + metrics["shared_prompt/tokens_saved"] == found.tokens
-        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+    for metrics in pair.metrics:
+        assert metrics["micro_batches"] == least
+        assert metrics["executed_tokens"] + metrics["tokens_saved"] == pair.ours.tokens
 
 
 def test_virtual_stages_that_fall_back(two_ranks: dict[str, Found]) -> None:
-    found = two_ranks[f"ours, {STAGES_FALL_BACK.name}"]
-    check_equal(two_ranks[STAGES_FALL_BACK.name], found)
-    for metrics in (*found.infer_metrics, *found.metrics):
-        assert metrics["shared_prompt/fallback/temperature"] == metrics["shared_prompt/micro_batches"] > 0
-        assert metrics["shared_prompt/executed_tokens"] == found.tokens
+    pair = both(two_ranks, STAGES_FALL_BACK)
+    pair.check_equal()
+    for metrics in pair.metrics:
+        assert metrics["fallback/temperature"] == metrics["micro_batches"] > 0
+        assert metrics["executed_tokens"] == pair.ours.tokens
 
 
-def test_verification_of_virtual_stages(two_ranks: dict[str, Found]) -> None:
-    found = two_ranks[f"ours, {STAGES_VERIFIED.name}"]
-    check_equal(two_ranks[STAGES_VERIFIED.name], found)
-    assert found.metrics[0]["shared_prompt/verify_failed"] == 0
-    assert 0 < found.metrics[0]["shared_prompt/verify_max_difference"] < 1e-4
-    assert found.metrics[0]["shared_prompt/verify_grad_norm_difference"] < 1e-4
-    assert found.metrics[1]["shared_prompt/dedup_ratio"] > 1.2
-
-
-@pytest.mark.parametrize("one", CONTEXT, ids=lambda one: one.name)
+@each(DIVIDED)
 def test_context_parallelism(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case) -> None:
-    check_shared(one_rank[one.name], two_ranks[f"ours, {one.name}"])
+    both(two_ranks, one, one_rank).check_shared()
 
 
-def check_replayed(stock: Found, found: Found, least_ratio: float = 1.2) -> None:
-    check_shared(stock, found, least_ratio)
-    for metrics in (*found.infer_metrics, *found.metrics):
-        assert metrics["shared_prompt/fallback_micro_batches"] == 0
-
-
-@pytest.mark.parametrize("one", REPLAYED, ids=lambda one: one.name)
+@each(REPLAYED)
 def test_routes_are_replayed(one_rank: dict[str, Found], one: Case) -> None:
-    stock, found = one_rank[one.name], one_rank[f"ours, {one.name}"]
-    check_replayed(stock, found)
-    assert bool(found.routes) == one.name.startswith("R2")
-    for metrics in (*found.infer_metrics, *found.metrics):
-        assert metrics["shared_prompt/fallback_prompts"] == 0
+    pair = both(one_rank, one)
+    pair.check_shared()
+    assert bool(pair.ours.routes) == one.name.startswith("R2")
+    assert all(metrics["fallback_prompts"] == 0 for metrics in pair.metrics)
 
 
 def test_replayed_routes_are_others(one_rank: dict[str, Found]) -> None:
@@ -251,65 +217,65 @@ def test_replayed_routes_are_others(one_rank: dict[str, Found]) -> None:
     assert difference.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("one", REPLAYED_ON_RANKS, ids=lambda one: one.name)
+@each(REPLAYED_ON_RANKS)
 def test_routes_are_replayed_on_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
-    found = two_ranks[f"ours, {one.name}"]
-    check_replayed(two_ranks[one.name], found)
-    assert bool(found.routes) == one.name.startswith("R2")
-
-
-@pytest.mark.parametrize("one", REPLAYED_IN_CONTEXT, ids=lambda one: one.name)
-def test_routes_with_context_parallelism(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case) -> None:
-    check_replayed(one_rank[one.name], two_ranks[f"ours, {one.name}"])
+    pair = both(two_ranks, one)
+    pair.check_shared()
+    assert bool(pair.ours.routes) == one.name.startswith("R2")
 
 
 @pytest.mark.parametrize(("one", "least_ratio"), OTHER_ROUTES, ids=lambda one: getattr(one, "name", one))
 def test_samples_with_other_routes(one_rank: dict[str, Found], one: Case, least_ratio: float) -> None:
     """They share the tokens before those alone, which is counted."""
-    found = one_rank[f"ours, {one.name}"]
-    check_replayed(one_rank[one.name], found, least_ratio)
+    pair = both(one_rank, one)
+    pair.check_shared(least_ratio)
     samples = one.batch.samples(one.model.vocabulary)
     whole = pack_shared_prompts([one.prompt for one in samples], [one.response for one in samples])
-    assert found.metrics[0]["shared_prompt/executed_tokens"] > whole.layout.num_tokens
-    for metrics in (*found.infer_metrics, *found.metrics):
-        assert metrics["shared_prompt/fallback_prompts"] == 1
-
-
-def test_verification_of_replayed_routes(one_rank: dict[str, Found]) -> None:
-    found = one_rank[f"ours, {VERIFIED_ROUTES.name}"]
-    check_equal(one_rank[VERIFIED_ROUTES.name], found)
-    assert found.metrics[0]["shared_prompt/verify_failed"] == 0
-    assert found.metrics[0]["shared_prompt/verify_max_difference"] < 1e-4
+    assert pair.ours.metrics[0]["shared_prompt/executed_tokens"] > whole.layout.num_tokens
+    assert all(metrics["fallback_prompts"] == 1 for metrics in pair.metrics)
 
 
 @pytest.mark.parametrize(("one", "reason"), FALLBACKS, ids=lambda one: getattr(one, "name", one))
 def test_fallbacks(one_rank: dict[str, Found], one: Case, reason: str) -> None:
-    found = one_rank[f"ours, {one.name}"]
+    pair = both(one_rank, one)
     if one.name != "dropout":  # of which there are other draws
-        check_equal(one_rank[one.name], found)
-    assert found.error is None
-    metrics = found.metrics[0]
+        pair.check_equal()
+    assert pair.ours.error is None
+    metrics = pair.ours.metrics[0]
     assert metrics[f"shared_prompt/fallback/{reason}"] == metrics["shared_prompt/micro_batches"] > 0
 
 
 def test_switched_off(one_rank: dict[str, Found]) -> None:
-    found = one_rank[f"ours, {SWITCHED_OFF.name}"]
-    check_equal(one_rank[SWITCHED_OFF.name], found)
-    assert not any(name.startswith("shared_prompt") for name in found.metrics[0])
+    pair = both(one_rank, SWITCHED_OFF)
+    pair.check_equal()
+    assert not any(name.startswith("shared_prompt") for name in pair.ours.metrics[0])
 
 
-def test_verification(one_rank: dict[str, Found]) -> None:
-    found = one_rank[f"ours, {VERIFIED.name}"]
-    check_equal(one_rank[VERIFIED.name], found)
-    for metrics in found.metrics[:2]:
-        assert metrics["shared_prompt/verify_failed"] == 0
-        assert 0 < metrics["shared_prompt/verify_max_difference"] < 1e-4
-        assert metrics["shared_prompt/verify_grad_norm_difference"] < 1e-4
-    assert "shared_prompt/verify_failed" not in found.metrics[2]
+@each([VERIFIED, VERIFIED_ROUTES, STAGES_VERIFIED])
+def test_verification(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case) -> None:
+    pair = both(two_ranks if one is STAGES_VERIFIED else one_rank, one)
+    pair.check_equal()
+    *verified, after = pair.metrics[len(pair.ours.infer_metrics) :]
+    for metrics in verified:
+        assert metrics["verify_failed"] == 0
+        assert 0 < metrics["verify_max_difference"] < 1e-4
+        assert metrics["verify_grad_norm_difference"] < 1e-4
+    assert "verify_failed" not in after and after["dedup_ratio"] > 1.2
+
+
+@pytest.fixture
+def engine() -> Any:
+    """The plug-in's, without what verl makes for it."""
+    made = object.__new__(importlib.import_module(PLUGIN).SharedPromptMegatronEngine)
+    made.engine_config = SimpleNamespace(
+        dynamic_context_parallel=False, use_fused_kernels=False, router_replay=SimpleNamespace(mode="disabled")
+    )
+    made.model_config, made.module, made.announced = SimpleNamespace(hf_config=SimpleNamespace()), [], set()
+    return made
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_verification_of_scaled_losses(chained: bool) -> None:
+def test_verification_of_scaled_losses(engine: Any, chained: bool) -> None:
     """In fp16 the optimizer divides the gradients by the scale of losses: in its step, once."""
     optimizers = importlib.import_module("megatron.core.optimizer.optimizer")
     updates: list[bool] = []
@@ -324,7 +290,6 @@ def test_verification_of_scaled_losses(chained: bool) -> None:
     chain.chained_optimizers = [one]
     optimizer = chain if chained else one
     optimizer.get_grad_norm = lambda: main.grad.norm()
-    engine: Any = object.__new__(importlib.import_module(PLUGIN).SharedPromptMegatronEngine)
     engine.optimizer = optimizer
     for _ in range(2):
         assert engine.gradient_norm() == 5120.0
@@ -334,12 +299,9 @@ def test_verification_of_scaled_losses(chained: bool) -> None:
 
 
 @pytest.mark.parametrize("wish", ["calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", None])
-def test_micro_batches_on_the_path_of_verl_are_those_of_verl(monkeypatch: pytest.MonkeyPatch, wish: str | None) -> None:
+def test_micro_batches_on_the_path_of_verl_are_those_of_verl(engine: Any, wish: str | None) -> None:
     """Filled by unique tokens they would exceed the budget there."""
-    engines = importlib.import_module(PLUGIN)
-    engine: Any = object.__new__(engines.SharedPromptMegatronEngine)
-    engine.options, engine.engine_config = Options(), SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
-    monkeypatch.setattr(engine, "_kernels_lack", lambda: None)
+    engine.options, engine._kernels_lack = Options(), lambda: None
     prompt, count = torch.arange(50), 8
 
     def jagged(values: list[torch.Tensor]) -> torch.Tensor:
@@ -358,12 +320,11 @@ def test_micro_batches_on_the_path_of_verl_are_those_of_verl(monkeypatch: pytest
         assert engine.micro_batches(data, None, lambda: "verl's") == "verl's"
 
 
-def test_routes_that_nobody_has_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_that_nobody_has_recorded(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As verl's own engine has it, an update of R2 without them is an error."""
     engines = importlib.import_module(PLUGIN)
     router = SimpleNamespace(router_replay_action=engines.RouterReplayAction.REPLAY_FORWARD)
     monkeypatch.setattr(engines, "replayed_routers", lambda chunk: [(1, router)])
-    engine: Any = object.__new__(engines.SharedPromptMegatronEngine)
     forward = engine._replay(torch.nn.Identity(), None, TensorDict({}, batch_size=2))
     with pytest.raises(ValueError, match="routed_experts: expected routes .*R2.*R3.* got None"), forward:
         pass
@@ -392,13 +353,9 @@ def test_another_megatron_core(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_lengths_with_context_parallelism(caplog: pytest.LogCaptureFixture, ranks: int) -> None:
+def test_lengths_with_context_parallelism(engine: Any, caplog: pytest.LogCaptureFixture, ranks: int) -> None:
     """They cannot be rounded up, which is said."""
-    config = dict(dynamic_context_parallel=False, use_fused_kernels=False)
-    engine: Any = object.__new__(importlib.import_module(PLUGIN).SharedPromptMegatronEngine)
-    engine.engine_config = SimpleNamespace(**config, context_parallel_size=ranks, pad_to_length=True)
-    engine.model_config, engine.module = SimpleNamespace(hf_config=SimpleNamespace()), []
-    engine.announced = set()
+    engine.engine_config.context_parallel_size, engine.engine_config.pad_to_length = ranks, True
     engine._attach()
     assert ("pad_to_length is not used" in caplog.text) == (ranks > 1)
 
@@ -414,13 +371,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda one: str(one))
-def test_engines_that_are_refused(name: str, value: Any) -> None:
-    engines = importlib.import_module(PLUGIN)
-    config = dict(dynamic_context_parallel=False, use_fused_kernels=False)
-    hf_config = SimpleNamespace(**({name: value} if name == "vision_config" else {}))
-    engine: Any = object.__new__(engines.SharedPromptMegatronEngine)
-    engine.engine_config = SimpleNamespace(**{**config, name: value})
-    engine.model_config = SimpleNamespace(hf_config=hf_config)
+def test_engines_that_are_refused(engine: Any, name: str, value: Any) -> None:
+    setattr(engine.model_config.hf_config if name == "vision_config" else engine.engine_config, name, value)
     engine.peft_cls = value if name == "lora" else None
     engine.module = [SimpleNamespace(config=SimpleNamespace(**{name: value}))]
     assert engine._attach().startswith(f"{name}: ")

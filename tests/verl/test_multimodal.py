@@ -13,12 +13,11 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import torch
-import verl_rig
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import nn
 from verl.workers.engine.fsdp import transformer_impl
 from verl_inputs import Batch, Case, Found, Model
-from verl_runs import ACTOR, ENVIRONMENT, PATIENCE, PICTURE_TOKEN, UNEQUAL, case, check_equal, check_shared, run_beside
+from verl_runs import ACTOR, PICTURE_TOKEN, UNEQUAL, Pair, both, case, each, ours, run, run_beside
 
 from flash_attn_dualkv.errors import SharedPromptError
 from flash_attn_dualkv.integrations.verl import engine as plugin
@@ -107,63 +106,46 @@ LATE = text("pictures in responses", QWEN3_VL, extra="late", tokens=150, batch=M
 STOCK = [*EQUAL, UNREAD, STRETCHED, ALONE, *PICTURES, LATE]
 
 
-def ours(one: Case) -> Case:
-    overrides = tuple(other for other in one.overrides if other != PADDED)
-    return replace(one, name=f"ours, {one.name}", shares=True, balance="groups", overrides=overrides)
-
-
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
-    return run_beside(STOCK, [*map(ours, STOCK)])
+    packed = [replace(one, overrides=tuple(other for other in one.overrides if other != PADDED)) for one in STOCK]
+    return run_beside(STOCK, [*map(ours, packed)])
 
 
-def both(found: dict[str, Found], one: Case) -> tuple[Found, Found]:
-    return found[one.name], found[f"ours, {one.name}"]
-
-
-@pytest.mark.parametrize("one", [*EQUAL, UNREAD], ids=lambda one: one.name)
+@each([*EQUAL, UNREAD])
 def test_texts_are_shared(one_rank: dict[str, Found], one: Case) -> None:
-    stock, shared = both(one_rank, one)
-    check_shared(stock, shared)
-    for metrics in (*shared.infer_metrics, *shared.metrics):
-        assert metrics["shared_prompt/fallback_micro_batches"] == 0
-        assert (metrics["shared_prompt/unread_tokens"] > 0) == (one is UNREAD)
+    pair = both(one_rank, one)
+    pair.check_shared()
+    assert all((metrics["unread_tokens"] > 0) == (one is UNREAD) for metrics in pair.metrics)
 
 
 def test_positions_that_differ(one_rank: dict[str, Found]) -> None:
     """The micro-batch with rows of its own is verl's, the other one is shared."""
-    stock, shared = both(one_rank, STRETCHED)
-    check_shared(stock, shared)
-    for metrics in (*shared.infer_metrics, *shared.metrics):
-        assert metrics["shared_prompt/micro_batches"] == 2
-        assert metrics["shared_prompt/fallback/positions"] == metrics["shared_prompt/fallback_micro_batches"] == 1
+    pair = both(one_rank, STRETCHED)
+    pair.check_shared(fallbacks=1)
+    assert all((one["micro_batches"], one["fallback/positions"]) == (2, 1) for one in pair.metrics)
 
 
 def test_the_path_of_verl_stays_what_it_was(one_rank: dict[str, Found]) -> None:
     """Packed rows in layers that the plug-in has changed: convolutions see no neighbour."""
-    stock, shared = both(one_rank, ALONE)
-    check_equal(stock, shared)
-    for metrics in (*shared.infer_metrics, *shared.metrics):
-        assert metrics["shared_prompt/fallback/ratio"] == metrics["shared_prompt/micro_batches"] == 2
+    pair = both(one_rank, ALONE)
+    pair.check_equal()
+    assert all(metrics["fallback/ratio"] == metrics["micro_batches"] == 2 for metrics in pair.metrics)
 
 
-@pytest.mark.parametrize("one", PICTURES, ids=lambda one: one.name)
+@each(PICTURES)
 def test_pictures_are_shared(one_rank: dict[str, Found], one: Case) -> None:
     """With texts in their micro-batch and without."""
-    stock, shared = both(one_rank, one)
-    check_shared(stock, shared)
-    for metrics in (*shared.infer_metrics, *shared.metrics):
-        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+    both(one_rank, one).check_shared()
 
 
 def test_pictures_in_responses_are_left_to_verl(one_rank: dict[str, Found]) -> None:
     """In micro-batches of their own, so that texts are shared."""
-    stock, shared = both(one_rank, LATE)
-    check_equal(stock, shared)
-    for metrics in (*shared.infer_metrics, *shared.metrics):
-        left, every = (metrics[f"shared_prompt/{name}micro_batches"] for name in ("fallback_", ""))
-        assert 0 < left < every and metrics["shared_prompt/fallback/multimodal"] == left
-        assert metrics["shared_prompt/dedup_ratio"] > 1.1
+    pair = both(one_rank, LATE)
+    pair.check_equal()
+    for metrics in pair.metrics:
+        left, every = (metrics[f"{name}micro_batches"] for name in ("fallback_", ""))
+        assert 0 < left < every and metrics["fallback/multimodal"] == left and metrics["dedup_ratio"] > 1.1
 
 
 ULYSSES = dict(sp=2, batch=UNEQUAL, attention="flash_attention_2", position_rows=4)
@@ -176,24 +158,18 @@ TWO_RANKS = [
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    return verl_rig.run([replace(one, shares=True) for one, _ in TWO_RANKS], 2, ENVIRONMENT, PATIENCE)
+    return run([replace(one, shares=True) for one, _ in TWO_RANKS], 2)
 
 
 @pytest.mark.parametrize(("one", "alone"), TWO_RANKS, ids=lambda one: one.name)
 def test_two_ranks(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case, alone: Case) -> None:
     """What verl computes on one rank, with pictures of each group on one of them."""
-    stock, shared = one_rank[alone.name], two_ranks[one.name]
-    assert (stock.error, shared.error) == (None, None)
-    for before, after, tolerance in zip(stock.values, shared.values, (1e-5, 5e-4), strict=True):
-        for name in before:
-            for values, others in zip(before[name], after[name], strict=True):
-                torch.testing.assert_close(others, values, rtol=0, atol=tolerance)
-    assert [metrics["grad_norm"] for metrics in shared.metrics] == pytest.approx(
-        [metrics["grad_norm"] for metrics in stock.metrics], rel=3e-5
-    )
-    for metrics in (*shared.infer_metrics, *shared.metrics):
-        assert metrics["shared_prompt/dedup_ratio"] > 1.1
-        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+    pair = Pair(one_rank[alone.name], two_ranks[one.name])
+    pair.check_values()
+    norms, expected = ([metrics["grad_norm"] for metrics in found.metrics] for found in (pair.ours, pair.stock))
+    assert norms == pytest.approx(expected, rel=3e-5)
+    for metrics in pair.metrics:
+        assert metrics["dedup_ratio"] > 1.1 and metrics["fallback_micro_batches"] == 0
 
 
 # --- parts of it, in this process -------------------------------------------------------------------------------------
@@ -237,9 +213,7 @@ def test_a_layer_chooses_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model", [QWEN3_VL, GEMMA3], ids=lambda one: one.family)
 def test_only_the_decoder_gets_a_layout(model: Model) -> None:
-    from transformers import AutoModelForImageTextToText
-
-    whole = AutoModelForImageTextToText.from_config(model.config())
+    whole: Any = built(model)
     engine: Any = SimpleNamespace(ulysses_sequence_parallel_size=1, has_lm_head=True)
     assert plugin._SharedPrompts._attach(engine, whole) is None
     assert engine.decoder is whole.model.language_model
@@ -249,10 +223,9 @@ def test_only_the_decoder_gets_a_layout(model: Model) -> None:
 
 def test_layers_that_verl_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made before the process loaded the plug-in: what transformers had there is gone."""
-    from transformers import AutoModelForImageTextToText
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextAttention
 
-    model = AutoModelForImageTextToText.from_config(QWEN3_VL.config())
+    model = built(QWEN3_VL)
     monkeypatch.setattr(Qwen3VLTextAttention, "forward", of_verl(""))
     with pytest.raises(SharedPromptError, match=r"layers.0.self_attn: expected .* before .* got that of verl.models"):
         patches.decoder_of(model)
@@ -265,11 +238,16 @@ def with_picture(name: str = "pixel_values") -> TensorDict:
     return data
 
 
-def engine_of(model: Model) -> Any:
+def built(model: Model) -> nn.Module:
     from transformers import AutoModelForImageTextToText
 
+    made: nn.Module = AutoModelForImageTextToText.from_config(model.config())
+    return made
+
+
+def engine_of(model: Model) -> Any:
     engine = plugin.SharedPromptFSDPEngine.__new__(plugin.SharedPromptFSDPEngine)
-    engine.stock_module, engine.announced = AutoModelForImageTextToText.from_config(model.config()), set()
+    engine.stock_module, engine.announced = built(model), set()
     engine.runs_towers_on_text, engine.use_ulysses_sp, engine.pad_to_length = True, False, False
     return engine
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import torch
-import verl_rig
 from verl.utils import tensordict_utils as tu
 from verl_inputs import Case, Found, worker_input
-from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, Turns, case, check_shared, run_beside
+from verl_runs import ACTOR, MODEL, Turns, both, case, each, ours, run, run_beside
 
 from flash_attn_dualkv import group_by_prefix
 from flash_attn_dualkv.integrations.verl import Options
@@ -37,11 +35,6 @@ TWO_RANKS = [
 ]
 
 
-def ours(one: Case) -> Case:
-    balance = "groups" if one.balance == "lengths" else "none"
-    return replace(one, name=f"ours, {one.name}", shares=True, balance=balance)
-
-
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
     return run_beside(ONE_RANK, [*map(ours, ONE_RANK)])
@@ -49,28 +42,27 @@ def one_rank() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    return verl_rig.run([*TWO_RANKS, *map(ours, TWO_RANKS)], 2, ENVIRONMENT, PATIENCE)
+    return run([*TWO_RANKS, *map(ours, TWO_RANKS)], 2)
 
 
-@pytest.mark.parametrize("name", [one.name for one in ONE_RANK])
-def test_one_rank(one_rank: dict[str, Found], name: str) -> None:
-    check_shared(one_rank[name], one_rank[f"ours, {name}"], 1.0 if name == "prompts alone" else 1.8)
+@each(ONE_RANK)
+def test_one_rank(one_rank: dict[str, Found], one: Case) -> None:
+    both(one_rank, one).check_shared(1.0 if one.name == "prompts alone" else 1.8)
 
 
-@pytest.mark.parametrize("name", [one.name for one in TWO_RANKS])
-def test_two_ranks(two_ranks: dict[str, Found], name: str) -> None:
-    check_shared(two_ranks[name], two_ranks[f"ours, {name}"], 1.8)
+@each(TWO_RANKS)
+def test_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
+    both(two_ranks, one).check_shared(1.8)
 
 
-@pytest.mark.parametrize(("name", "least"), [("dynamic", 64), ("short nodes", 4)])
-def test_what_is_run(one_rank: dict[str, Found], name: str, least: int) -> None:
+@pytest.mark.parametrize(("one", "least"), [(ONE_RANK[0], 64), (ONE_RANK[1], 4)], ids=["dynamic", "short nodes"])
+def test_what_is_run(one_rank: dict[str, Found], one: Case, least: int) -> None:
     """Each token of the tree once."""
     whole = [torch.cat((one.prompt, one.response)) for one in TURNS.samples(512)]
     tree = group_by_prefix(whole, boundary="replicate", min_shared=least)
-    found = one_rank[f"ours, {name}"]
-    for one in (*found.infer_metrics, *found.metrics):
-        assert one["shared_prompt/executed_tokens"] == sum(tree.node_lens)
-        assert one["shared_prompt/dedup_ratio"] == sum(map(len, whole)) / sum(tree.node_lens)
+    for metrics in both(one_rank, one).metrics:
+        assert metrics["executed_tokens"] == sum(tree.node_lens)
+        assert metrics["dedup_ratio"] == sum(map(len, whole)) / sum(tree.node_lens)
 
 
 def mini_batch(**settings: Any) -> Any:

@@ -14,16 +14,14 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import torch
-import verl_rig
 from tensordict import TensorDict
 from transformers import AutoConfig
 from verl_inputs import Batch, Case, Found, Model
-from verl_runs import ACTOR, ENVIRONMENT, MODEL, PATIENCE, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
+from verl_runs import ACTOR, MODEL, ROOT, UNEQUAL, Pair, both, case, each, ours, run, run_beside
 
 from flash_attn_dualkv.integrations.common.pipeline import Verification
 from flash_attn_dualkv.integrations.verl import sharing, verify
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
-from flash_attn_dualkv.integrations.verl.verify import MOST_NORM_DIFFERENCE, difference_of_norms
 
 PADDED = "actor_rollout_ref.model.use_remove_padding=False"
 EQUAL = [
@@ -108,13 +106,6 @@ ERRORS = [
 ]
 
 
-def ours(one: Case) -> Case:
-    """The plug-in's."""
-    overrides = (*one.overrides, WITH_SPOILED) if one is SPOILED else one.overrides
-    balance = "groups" if one.balance == "lengths" else "none"
-    return replace(one, name=f"ours, {one.name}", shares=True, balance=balance, overrides=overrides)
-
-
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
     cases = [*EQUAL, *OF_MICRO_BATCHES, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED]
@@ -123,44 +114,38 @@ def one_rank() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    cases = [*EQUAL_RANKS, *KEPT, SPOILED, DYNAMIC_RANKS]
-    return verl_rig.run([*cases, *map(ours, cases)], 2, ENVIRONMENT, PATIENCE)
+    cases = [*EQUAL_RANKS, *KEPT, DYNAMIC_RANKS]
+    shared = [*map(ours, cases), ours(SPOILED, WITH_SPOILED)]
+    return run([*cases, SPOILED, *shared], 2)
 
 
-def names(cases: list[Case]) -> Any:
-    return pytest.mark.parametrize("name", [one.name for one in cases])
-
-
-def both(found: dict[str, Found], name: str) -> tuple[Found, Found]:
-    return found[name], found[f"ours, {name}"]
-
-
-@names(EQUAL)
-def test_one_rank(one_rank: dict[str, Found], name: str) -> None:
-    stock, shared = both(one_rank, name)
-    check_shared(stock, shared)
+@each(EQUAL)
+def test_one_rank(one_rank: dict[str, Found], one: Case) -> None:
+    pair = both(one_rank, one)
+    pair.check_shared()
+    metrics = pair.ours.metrics
     # The same micro-batches for both: no difference at all.
-    if shared.metrics and "actor/ppo_kl" in shared.metrics[0] and name != "two optimizer steps":
-        assert shared.metrics[0]["actor/ppo_kl"] == 0.0
+    if metrics and "actor/ppo_kl" in metrics[0] and one.name != "two optimizer steps":
+        assert metrics[0]["actor/ppo_kl"] == 0.0
 
 
-@names(OF_MICRO_BATCHES)
-def test_losses_of_micro_batches(one_rank: dict[str, Found], name: str) -> None:
+@each(OF_MICRO_BATCHES)
+def test_losses_of_micro_batches(one_rank: dict[str, Found], one: Case) -> None:
     """Micro-batches stay verl's, and those share what their samples have in common."""
-    check_shared(*both(one_rank, name), least_ratio=1.05)
+    both(one_rank, one).check_shared(least_ratio=1.05)
 
 
-@names(EQUAL_RANKS)
-def test_two_ranks(two_ranks: dict[str, Found], name: str) -> None:
-    check_shared(*both(two_ranks, name))
+@each(EQUAL_RANKS)
+def test_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
+    both(two_ranks, one).check_shared()
 
 
-@names(KEPT)
-def test_kept_workers(two_ranks: dict[str, Found], name: str) -> None:
+@each(KEPT)
+def test_kept_workers(two_ranks: dict[str, Found], one: Case) -> None:
     """Weights stay, divisions change, and calls that warm up leave no trace."""
-    stock, shared = both(two_ranks, name)
-    check_equal(stock, shared)
-    check_equal(two_ranks[KEPT[0].name], shared)
+    _, shared = pair = both(two_ranks, one)
+    pair.check_equal()
+    Pair(two_ranks[KEPT[0].name], shared).check_equal()
     assert [len(one) for one in (shared.infer_s, shared.update_s, shared.metrics)] == [1, 1, 1]
     divided = [two_ranks[f"ours, {one.name}"].metrics[0]["shared_prompt/micro_batches"] for one in KEPT]
     assert len(set(divided)) == len(KEPT) and divided[0] == 2 and divided[2] == 3
@@ -168,19 +153,19 @@ def test_kept_workers(two_ranks: dict[str, Found], name: str) -> None:
 
 def test_angles_of_the_longest_sequence(two_ranks: dict[str, Found]) -> None:
     """They run on verl's own path, which the console and the metrics say."""
-    stock, found = both(two_ranks, DYNAMIC_RANKS.name)
-    check_equal(stock, found)
-    metrics = found.metrics[0]
+    pair = both(two_ranks, DYNAMIC_RANKS)
+    pair.check_equal()
+    metrics = pair.ours.metrics[0]
     assert metrics["shared_prompt/fallback/positions"] == metrics["shared_prompt/micro_batches"] > 0
 
 
 def test_what_there_was_before_a_failure(tmp_path: Path) -> None:
     """A rank that fails ends the others; results so far count, if there are any."""
     cases = [replace(one, shares=True, updates=1) for one in (EQUAL_RANKS[1], ERRORS[0][0], EQUAL_RANKS[0])]
-    assert list(verl_rig.run(cases, 2, ENVIRONMENT, PATIENCE)) == [cases[0].name]
+    assert list(run(cases, 2)) == [cases[0].name]
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     with pytest.raises(RuntimeError, match=r"verl's ranks ended with 3 behind \[\]"):
-        verl_rig.run(cases[1:], 2, ENVIRONMENT, PATIENCE, driver=str(tmp_path / "fails.py"))
+        run(cases[1:], 2, driver=str(tmp_path / "fails.py"))
 
 
 def test_ray(two_ranks: dict[str, Found]) -> None:
@@ -188,21 +173,21 @@ def test_ray(two_ranks: dict[str, Found]) -> None:
     stock = "2 ranks, dynamic"
     shared = next(replace(one, name="Ray", shares=True) for one in EQUAL_RANKS if one.name == stock)
     verl_ray = str(ROOT / "tests/helpers/verl_ray.py")
-    check_shared(two_ranks[stock], verl_rig.run([shared], 2, ENVIRONMENT, PATIENCE, driver=verl_ray)["Ray"])
+    Pair(two_ranks[stock], run([shared], 2, driver=verl_ray)["Ray"]).check_shared()
 
 
-@pytest.mark.parametrize(("name", "reason"), [(one.name, reason) for one, reason in FALLBACKS])
-def test_fallbacks(one_rank: dict[str, Found], name: str, reason: str) -> None:
+@pytest.mark.parametrize(("one", "reason"), FALLBACKS, ids=lambda one: getattr(one, "name", one))
+def test_fallbacks(one_rank: dict[str, Found], one: Case, reason: str) -> None:
     """To the bit what verl computes, counted under its reason."""
-    stock, shared = both(one_rank, name)
+    stock, shared = both(one_rank, one)
     assert shared.error is None
-    for one, other in zip(stock.metrics, shared.metrics, strict=True):
-        same = (one["loss"], one["grad_norm"])
+    for expected, got in zip(stock.metrics, shared.metrics, strict=True):
+        same = (expected["loss"], expected["grad_norm"])
         # Dropout draws in training only: old log-probabilities are shared.
-        assert (other["loss"], other["grad_norm"]) == (same if name != "dropout" else pytest.approx(same, rel=1e-5))
-        assert other["shared_prompt/dedup_ratio"] == 1.0
-        assert other[f"shared_prompt/fallback/{reason}"] == other["shared_prompt/micro_batches"] > 0
-    assert (shared.infer_metrics[0]["shared_prompt/dedup_ratio"] > 1.0) == (name == "dropout")
+        assert (got["loss"], got["grad_norm"]) == (same if reason != "dropout" else pytest.approx(same, rel=1e-5))
+        assert got["shared_prompt/dedup_ratio"] == 1.0
+        assert got[f"shared_prompt/fallback/{reason}"] == got["shared_prompt/micro_batches"] > 0
+    assert (shared.infer_metrics[0]["shared_prompt/dedup_ratio"] > 1.0) == (reason == "dropout")
 
 
 def test_a_hybrid_model_is_not_divided() -> None:
@@ -215,7 +200,7 @@ def test_a_hybrid_model_is_not_divided() -> None:
 
 
 def test_switched_off(one_rank: dict[str, Found]) -> None:
-    stock, shared = both(one_rank, "switched off")
+    stock, shared = both(one_rank, SWITCHED_OFF)
     assert shared.error is None
     assert [one["grad_norm"] for one in shared.metrics] == [one["grad_norm"] for one in stock.metrics]
     assert not any(name.startswith("shared_prompt/") for name in shared.metrics[0])
@@ -223,8 +208,8 @@ def test_switched_off(one_rank: dict[str, Found]) -> None:
 
 def test_verified(one_rank: dict[str, Found]) -> None:
     """The first two steps are verl's to the bit; then the plug-in goes on alone."""
-    stock, shared = both(one_rank, "verified")
-    check_equal(stock, shared)
+    stock, shared = pair = both(one_rank, VERIFIED)
+    pair.check_equal()
     assert [one["grad_norm"] for one in shared.metrics[:2]] == [one["grad_norm"] for one in stock.metrics[:2]]
     for metrics in (*shared.infer_metrics, *shared.metrics[:2]):
         assert 0 <= metrics["shared_prompt/verify_max_difference"] < 1e-5
@@ -235,28 +220,36 @@ def test_verified(one_rank: dict[str, Found]) -> None:
 
 def test_verification_fails(two_ranks: dict[str, Found]) -> None:
     """One rank is wrong: all take verl's results, then and later."""
-    stock, shared = both(two_ranks, "spoiled")
-    check_equal(stock, shared)
+    _, shared = pair = both(two_ranks, SPOILED)
+    pair.check_equal()
     assert shared.infer_metrics[0]["shared_prompt/verify_failed"] == 1
     for metrics in (shared.infer_metrics[1], *shared.metrics):
         assert metrics["shared_prompt/dedup_ratio"] == 1.0
         assert metrics["shared_prompt/fallback/verification"] == metrics["shared_prompt/micro_batches"] > 0
 
 
-@pytest.mark.parametrize(("name", "message"), [(one.name, message) for one, message in ERRORS])
-def test_errors(one_rank: dict[str, Found], name: str, message: str) -> None:
-    error = one_rank[name].error or ""
+@pytest.mark.parametrize(("one", "message"), ERRORS, ids=lambda one: getattr(one, "name", ""))
+def test_errors(one_rank: dict[str, Found], one: Case, message: str) -> None:
+    error = one_rank[one.name].error or ""
     assert re.search(message, error, re.DOTALL), error
+
+
+INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
     ("norms", "agree", "failed"),
-    [((1.0, 1.0), True, 0), ((2.0, 1.0), False, 1), ((float("inf"),) * 2, None, 0), ((1.0, float("inf")), False, 1)],
+    [
+        ((1.0, 1.0), True, 0),
+        ((2.0, 1.0), False, 1),
+        *((norms, None, 0) for norms in ((INF, INF), (NAN, INF))),
+        *((norms, False, 1) for norms in ((1.0, INF), (1.0, NAN), (INF, 1.0), (NAN, 1.0))),
+    ],
 )
 def test_a_step_whose_gradients_overflow_is_not_verified(
     norms: tuple[float, float], agree: bool | None, failed: int
 ) -> None:
-    """Where scores agree and both norms are infinite, nobody knows."""
+    """Norms that overflow on both paths say nothing where scores agree; on one of them they differ."""
     left = [*norms]
     engine = SimpleNamespace(gradient_norm=lambda: left.pop(0), optimizer_zero_grad=lambda: None)
     scores = torch.nested.nested_tensor([torch.zeros(5)], layout=torch.jagged)
@@ -315,12 +308,3 @@ def test_verification_keeps_gradients_of_earlier_calls(monkeypatch: pytest.Monke
     assert engine.ran == [True, False, True] * 2 + [True, True]
     engine.forward_backward_batch(data, None, forward_only=True)
     assert engine.ran[-2:] == [True, False] and engine.gradient == 2.0
-
-
-def test_norms_of_gradients_that_overflow() -> None:
-    """On both paths they say nothing; on one of them they differ."""
-    inf, nan = float("inf"), float("nan")
-    assert difference_of_norms(inf, inf) == difference_of_norms(nan, inf) == 0
-    assert difference_of_norms(1.1, 1.0) == pytest.approx(0.1)
-    for norm, expected in ((inf, 1.0), (nan, 1.0), (1.0, inf), (1.0, nan)):
-        assert not difference_of_norms(norm, expected) <= MOST_NORM_DIFFERENCE
