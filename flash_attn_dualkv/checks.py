@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import SharedPromptError, SharedPromptTypeError
+from .errors import SharedPromptError, SharedPromptTypeError, explain
 
 T = TypeVar("T")
 
@@ -42,11 +42,6 @@ _SPELLINGS = {
 _NOT_LISTS = (str, bytes, bytearray, dict, set, frozenset)
 
 
-def explain(name: str, expected: object, got: object) -> str:
-    """The wording of every argument error."""
-    return f"{name}: expected {expected}, got {got}"
-
-
 # --- kinds of values ---
 
 
@@ -67,9 +62,9 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise SharedPromptTypeError(explain(name, _an_int(least, most), describe(value))) from None
+        raise SharedPromptTypeError(name, _an_int(least, most), describe(value)) from None
     if (least is not None and number < least) or (most is not None and number > most):
-        raise SharedPromptError(explain(name, _an_int(least, most), number))
+        raise SharedPromptError(name, _an_int(least, most), number)
     return number
 
 
@@ -81,7 +76,7 @@ def _an_int(least: int | None, most: int | None) -> str:
 def flag(name: str, value: Any) -> bool:
     """A bool; "no" and 0 are none."""
     if not isinstance(value, bool):
-        raise SharedPromptTypeError(explain(name, "a bool", describe(value)))
+        raise SharedPromptTypeError(name, "a bool", describe(value))
     return value
 
 
@@ -89,23 +84,23 @@ def number(name: str, value: Any, *, zero: bool = False, expected: str = "") -> 
     """A finite number > 0, or with `zero` also 0."""
     bound = ">= 0" if zero else "> 0"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SharedPromptTypeError(explain(name, expected or f"a float {bound}", describe(value)))
+        raise SharedPromptTypeError(name, expected or f"a float {bound}", describe(value))
     if not (0.0 < value < math.inf or (zero and value == 0.0)):
-        raise SharedPromptError(explain(name, f"a finite number {bound}", value))
+        raise SharedPromptError(name, f"a finite number {bound}", value)
     return float(value)
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise SharedPromptError(explain(name, " or ".join(map(repr, choices)), describe(value)))
+        raise SharedPromptError(name, " or ".join(map(repr, choices)), describe(value))
     return value
 
 
 def instance(name: str, value: Any, kind: type[T], hint: str = "") -> T:
     """A value of that class."""
     if not isinstance(value, kind):
-        raise SharedPromptTypeError(explain(name, f"a {kind.__name__}{hint}", describe(value)))
+        raise SharedPromptTypeError(name, f"a {kind.__name__}{hint}", describe(value))
     return value
 
 
@@ -116,7 +111,7 @@ def items(name: str, values: Any, of: str) -> Sequence[Any]:
     if not isinstance(values, Sequence) or isinstance(values, _NOT_LISTS):
         is_array = isinstance(values, Sized) and hasattr(values, "__getitem__") and not isinstance(values, _NOT_LISTS)
         if not is_array or getattr(values, "ndim", 1) == 0:
-            raise SharedPromptTypeError(explain(name, f"a list of {of}", describe(values)))
+            raise SharedPromptTypeError(name, f"a list of {of}", describe(values))
         return list(values)
     return values
 
@@ -124,16 +119,16 @@ def items(name: str, values: Any, of: str) -> Sequence[Any]:
 def integers(name: str, tensor: Any, dimensions: int, also: Sequence[torch.dtype] = ()) -> Tensor:
     """A dense integer tensor of that many dimensions; int64 for types that lack operators."""
     if not isinstance(tensor, Tensor):
-        raise SharedPromptTypeError(explain(name, "an integer tensor", describe(tensor)))
+        raise SharedPromptTypeError(name, "an integer tensor", describe(tensor))
     if tensor.layout != torch.strided or tensor.is_nested:
-        raise SharedPromptTypeError(explain(name, "a dense integer tensor", f"one of layout {tensor.layout}"))
+        raise SharedPromptTypeError(name, "a dense integer tensor", f"one of layout {tensor.layout}")
     if tensor.is_meta:
-        raise SharedPromptError(explain(name, "a tensor that has values", "one on meta"))
+        raise SharedPromptError(name, "a tensor that has values", "one on meta")
     is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not is_integer and tensor.dtype not in also:
-        raise SharedPromptTypeError(explain(name, "integers", tensor.dtype))
+        raise SharedPromptTypeError(name, "integers", tensor.dtype)
     if tensor.dim() != dimensions:
-        raise SharedPromptError(explain(name, f"{dimensions} dimension(s)", f"shape {tuple(tensor.shape)}"))
+        raise SharedPromptError(name, f"{dimensions} dimension(s)", f"shape {tuple(tensor.shape)}")
     return tensor.to(torch.int64) if tensor.dtype in _WITHOUT_OPERATORS else tensor
 
 
@@ -143,7 +138,7 @@ def indices(name: str, tensor: Any, device: torch.device) -> Tensor:
     given: Tensor = tensor
     if given.dtype != torch.int64 or given.device not in (device, torch.device("cpu")):
         expected = f"int64 on {device} (as the batch) or on the CPU"
-        raise SharedPromptError(explain(name, expected, f"{given.dtype} on {given.device}"))
+        raise SharedPromptError(name, expected, f"{given.dtype} on {given.device}")
     return given
 
 
@@ -160,14 +155,14 @@ def lengths(name: str, values: Any, count: int | None = None, like: str = "", le
 def check_count(name: str, values: Sized, count: int, like: str) -> None:
     """SharedPromptError unless there is one for each of `like`: samples, or sequences."""
     if len(values) != count:
-        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(values)))
+        raise SharedPromptError(name, f"{count} of them (as {like})", len(values))
 
 
 def check_absent(expected: str, **values: Any) -> None:
     """SharedPromptError for a value of which `expected` says why there should be none."""
     for name, value in values.items():
         if value is not None:
-            raise SharedPromptError(explain(name, expected, describe(value)))
+            raise SharedPromptError(name, expected, describe(value))
 
 
 def group_ids(values: Any) -> list[Hashable] | Tensor:
@@ -176,14 +171,12 @@ def group_ids(values: Any) -> list[Hashable] | Tensor:
         return integers("group_ids", values, 1)
     has_no_order = isinstance(values, _NOT_LISTS) or getattr(values, "ndim", 1) == 0
     if not isinstance(values, Iterable) or has_no_order:
-        raise SharedPromptTypeError(explain("group_ids", "hashable values or one integer tensor", describe(values)))
+        raise SharedPromptTypeError("group_ids", "hashable values or one integer tensor", describe(values))
     ids = list(values)
     for index, value in enumerate(ids):
         # Equal tensors have different hashes.
         if isinstance(value, Tensor) or not _is_hashable(value):
-            raise SharedPromptTypeError(
-                explain(f"group_ids[{index}]", "a hashable value that is no tensor", describe(value))
-            )
+            raise SharedPromptTypeError(f"group_ids[{index}]", "a hashable value that is no tensor", describe(value))
     return ids
 
 
@@ -200,10 +193,9 @@ def device(value: Any) -> torch.device:
     try:
         chosen = torch.device(value)
     except (RuntimeError, TypeError, ValueError):
-        expected = 'a device such as "cpu", "cuda" or "cuda:0"'
-        raise SharedPromptError(explain("device", expected, describe(value))) from None
+        raise SharedPromptError("device", 'a device such as "cpu", "cuda" or "cuda:0"', describe(value)) from None
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise SharedPromptError(explain("device", f"one of {torch.cuda.device_count()} visible GPUs", chosen))
+        raise SharedPromptError("device", f"one of {torch.cuda.device_count()} visible GPUs", chosen)
     return chosen
 
 

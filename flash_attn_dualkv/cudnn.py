@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, kernels, ops
+from . import kernels, ops
 from .calls import Options
 from .errors import SharedPromptError, say_once
 from .host import untraced
@@ -178,7 +178,7 @@ def _attend_if_chosen(
     if problem is not None:
         if backend == "cudnn":
             expected = "'auto' or 'cuda' where cuDNN Flex Attention does not run"
-            raise SharedPromptError(checks.explain("backend", expected, f"'cudnn', and {problem}"))
+            raise SharedPromptError("backend", expected, f"'cudnn', and {problem}")
         return None
     missing = lacks(q, v, layout, options)
     if missing is None:

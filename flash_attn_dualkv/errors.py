@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 _said: set[str] = set()
 
 
+def explain(name: str, expected: object, got: object) -> str:
+    """The wording of every argument error."""
+    return f"{name}: expected {expected}, got {got}"
+
+
 class SharedPromptError(ValueError):
-    """An argument is not as described; the message says what was expected and got."""
+    """An argument is not as described: its name, what was expected and what was got; or a message that says so."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*([explain(*args)] if len(args) == 3 else args))
 
 
 class SharedPromptTypeError(SharedPromptError, TypeError):

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from . import checks
-from .checks import explain
 from .errors import SharedPromptLayoutError
 from .layout import SharedPromptLayout
 
@@ -43,7 +42,7 @@ class Expectation:
             )
         if len(self.consumers) != self.num_layers:
             expected = f"consumed by {self.num_layers} layers that mix tokens"
-            raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, got))
+            raise SharedPromptLayoutError("shared_prompt_layout", expected, got)
 
 
 _expectation: ContextVar[Expectation | None] = ContextVar("dualkv_expectation", default=None)
@@ -86,7 +85,7 @@ def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
     # Equality, not identity: wrappers such as FSDP rebuild dataclasses among the arguments.
     if not layout.is_like(expectation.layout):
         raise SharedPromptLayoutError(
-            explain("shared_prompt_layout", "the layout of the enclosing expect_shared_prompt", "another one")
+            "shared_prompt_layout", "the layout of the enclosing expect_shared_prompt", "another one"
         )
     expectation.consumers.add(id(module))
 

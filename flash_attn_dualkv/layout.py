@@ -83,7 +83,7 @@ class SharedPromptLayout(SeparatelyPickled):
         checks.integer("pad", pad, 0)
         rows = sum(lens) + pad
         if rows >= checks.MAX_ROWS:
-            raise SharedPromptLayoutError(checks.explain("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows))
+            raise SharedPromptLayoutError("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows)
         nodes, longest, mean = tree_table(lens, above)
         layout = SharedPromptLayout(nodes, tuple(lens), tuple(above), longest, mean, rows, pad)
         return layout if device is None else layout.to(device)
@@ -228,7 +228,7 @@ class SharedPromptLayout(SeparatelyPickled):
         if not is_own or (own.numel() > 1 and position_ids.stride(-1) != own.stride(-1)):
             expected = "those of the layout's batch, batch.position_ids[None], and no copy of them"
             got = "others (a model that is given none makes its own, which are wrong for a packed row)"
-            raise SharedPromptLayoutError(checks.explain("position_ids", expected, got))
+            raise SharedPromptLayoutError("position_ids", expected, got)
 
     def check_ids(self, input_ids: Any) -> None:
         """SharedPromptLayoutError for ids of another batch, or views of them; of copies nothing is known."""
@@ -238,7 +238,7 @@ class SharedPromptLayout(SeparatelyPickled):
         begin, place = checks.address(own), checks.address(input_ids)
         if begin is not None and place is not None and not begin <= place < begin + own.nbytes:
             expected = "those of the layout's batch, batch.input_ids[None]"
-            raise SharedPromptLayoutError(checks.explain("input_ids", expected, "those of another batch"))
+            raise SharedPromptLayoutError("input_ids", expected, "those of another batch")
 
 
 def check_unpacked(position_ids: Any, attention_mask: Any = None, input_ids: Any = None) -> None:
@@ -256,7 +256,7 @@ def check_unpacked(position_ids: Any, attention_mask: Any = None, input_ids: Any
                 "none: every row would see all that lie before it, other responses and prompts too (if it was given, "
                 "something on the way drops unknown arguments: see install_layout_hook)"
             )
-            raise SharedPromptLayoutError(checks.explain("shared_prompt_layout", expected, got))
+            raise SharedPromptLayoutError("shared_prompt_layout", expected, got)
 
 
 def _mark(tensor: Tensor, node_parents: Sequence[int]) -> None:

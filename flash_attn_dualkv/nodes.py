@@ -258,12 +258,12 @@ def _subtree_ends(parents: Sequence[int], name: str) -> list[int]:
     path: list[int] = []
     for index, parent in enumerate(parents):
         if not -1 <= parent < index:
-            raise SharedPromptLayoutError(explain(name.format(index), f"-1 or a node before {index}", parent))
+            raise SharedPromptLayoutError(name.format(index), f"-1 or a node before {index}", parent)
         while path and path[-1] != parent:
             ends[path.pop()] = index
         if parent >= 0 and not path:
             expected = f"a node on the path to node {index - 1} (depth-first order)"
-            raise SharedPromptLayoutError(explain(name.format(index), expected, parent))
+            raise SharedPromptLayoutError(name.format(index), expected, parent)
         path.append(index)
     return ends
 

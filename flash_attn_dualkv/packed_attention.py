@@ -150,8 +150,7 @@ def checked_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, backe
     checks.choice("backend", backend, BACKENDS)
     q, k, v = checks.inputs(_NAMES, (q, k, v), checks.CPU_DTYPES if backend == "reference" else None)
     if backend in ("cuda", "cudnn") and not q.is_cuda:
-        expected = f"'auto' or 'reference' for {q.device} tensors"
-        raise SharedPromptError(checks.explain("backend", expected, repr(backend)))
+        raise SharedPromptError("backend", f"'auto' or 'reference' for {q.device} tensors", repr(backend))
     checks.check_pair_shape(q, "k", k, "v", v)
     checks.check_sinks(sinks, q)
     return [q, k, v]
@@ -179,18 +178,16 @@ def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:
         raise TypeError(checks.explain("layout", "a SharedPromptLayout", type(layout).__name__))
     if type(layout) is not SharedPromptLayout:
         expected = "that of a whole row; a divided one has a method attention(q, k, v)"
-        raise SharedPromptLayoutError(checks.explain("layout", expected, f"a {type(layout).__name__}"))
+        raise SharedPromptLayoutError("layout", expected, f"a {type(layout).__name__}")
     tokens = layout.num_tokens
     queries = tokens if layout.query_rows is None else len(layout.query_rows)
     if q.shape[0] != queries or k.shape[0] != tokens:
         expected = f"{tokens} rows, its num_tokens, in q and k"
         if queries != tokens:
             expected = f"{queries} rows, its query_rows, in q and {tokens} in k"
-        got = f"{q.shape[0]} in q, {k.shape[0]} in k"
-        raise SharedPromptLayoutError(checks.explain("layout", expected, got))
+        raise SharedPromptLayoutError("layout", expected, f"{q.shape[0]} in q, {k.shape[0]} in k")
     if layout.nodes.device != q.device:
-        expected = f"tensors on {q.device} as q, see layout.to()"
-        raise SharedPromptLayoutError(checks.explain("layout", expected, layout.nodes.device))
+        raise SharedPromptLayoutError("layout", f"tensors on {q.device} as q, see layout.to()", layout.nodes.device)
 
 
 def _check_positions(layout: SharedPromptLayout, position_ids: Any) -> None:
@@ -199,11 +196,10 @@ def _check_positions(layout: SharedPromptLayout, position_ids: Any) -> None:
     checks.check_are_tensors(("position_ids",), (position_ids,))
     if position_ids.numel() != layout.num_tokens or position_ids.dim() not in (1, 2):
         tokens = layout.num_tokens
-        expected, got = f"shape ({tokens},) or (1, {tokens})", tuple(position_ids.shape)
-        raise SharedPromptLayoutError(checks.explain("position_ids", expected, got))
+        raise SharedPromptLayoutError("position_ids", f"shape ({tokens},) or (1, {tokens})", tuple(position_ids.shape))
     if layout.position_ids is None:
         expected = "None for a layout that does not know those of its batch (batch.layout and batch.to() do)"
-        raise SharedPromptLayoutError(checks.explain("position_ids", expected, "a tensor"))
+        raise SharedPromptLayoutError("position_ids", expected, "a tensor")
     layout.check_positions(position_ids)
 
 

@@ -366,8 +366,7 @@ def _check_targets(settings: _Settings, targets: Tensor, width: int) -> None:
     """SharedPromptLayoutError for targets after the vocabulary: kernels would give NaN, ranks the logit 0."""
     columns = width if settings.group is None else width * dist.get_world_size(settings.group)
     if settings.max_target >= columns and len(targets) and (most := int(targets.max())) >= columns:
-        expected = f"scored token ids below {columns}, as many as the LM head has"
-        raise SharedPromptLayoutError(explain("batch", expected, most))
+        raise SharedPromptLayoutError("batch", f"scored token ids below {columns}, as many as the LM head has", most)
 
 
 def _check_leaves(logits: Tensor, part: Tensor, parameters: Sequence[Tensor]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ..checks import explain
 from ..data.batch import IGNORED_LABEL
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptError
@@ -59,7 +58,7 @@ def _forward(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., A
         ids, mask, labels = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
         is_scored = labels != IGNORED_LABEL
         if (is_scored & (labels != ids)).any():
-            raise SharedPromptError(explain("labels", f"the tokens themselves or {IGNORED_LABEL}", "others"))
+            raise SharedPromptError("labels", f"the tokens themselves or {IGNORED_LABEL}", "others")
         is_scored[:, 0] = False  # nothing scores it
         refusal = None
         if others := sorted(batch.keys() - {"input_ids", "attention_mask", "labels"}):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from ..checks import explain
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptUnsupportedError
 from ..integrations.common.options import Options, Refusal
@@ -81,7 +80,7 @@ class ActorOutput:
     def __getattr__(self, name: str) -> Any:
         if name == "aux_loss":
             expected = "--actor.aux_loss_coef 0 with shared prompts"
-            raise SharedPromptUnsupportedError(explain("aux_loss", expected, "a coefficient above 0"))
+            raise SharedPromptUnsupportedError("aux_loss", expected, "a coefficient above 0")
         raise AttributeError(f"{name}: an actor that shares prompts returns log-probabilities and entropies alone")
 
 

@@ -11,7 +11,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import checks
@@ -22,6 +21,7 @@ from ..integrations.transformers import shared_prompt_forward
 from ..integrations.transformers.admission.unwrap import backbone_name, causal_lm_of
 from ..integrations.transformers.forward import check_forward, check_vocabulary
 from ..integrations.transformers.zero3 import gathered_modules
+from ..parallel.agreement import all_ranks, largest_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +122,9 @@ class PaddedScores(Sharing):
             packed = refused.refusal
         is_shared = isinstance(packed, PackedBatch)
         # The head's parameters are gathered once more than in a stock forward.
-        if dist.is_initialized() and gathered_modules(causal_lm, str(backbone_name(causal_lm))):
-            votes = torch.tensor(int(is_shared), device=ids.device)
-            dist.all_reduce(votes, dist.ReduceOp.MIN)
-            if is_shared and not votes.item():
+        if gathered_modules(causal_lm, str(backbone_name(causal_lm))):
+            (is_refused,) = largest_of_ranks([not is_shared], all_ranks())
+            if is_shared and is_refused:
                 packed = Refusal("ranks", REASONS["ranks"])
         if isinstance(packed, Refusal):
             raise Refused(*packed)

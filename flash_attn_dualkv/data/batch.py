@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import MAX_ROWS, check_count, explain
+from ..checks import MAX_ROWS, check_count
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import SeparatelyPickled, expand, int64s, kept, offsets_of, same_device, take, to_device, untraced
 from ..layout import SharedPromptLayout
@@ -133,7 +133,7 @@ class PackedBatch(SeparatelyPickled):
         checks.indices("tokens", tokens, self.input_ids.device)
         count = self.num_replicated_tokens
         if tokens.device.type == "cpu" and ((tokens < 0) | (tokens >= count)).any():
-            raise SharedPromptError(explain("tokens", f"places among {count} tokens", tokens.tolist()))
+            raise SharedPromptError("tokens", f"places among {count} tokens", tokens.tolist())
         return self._rows_of(tokens)
 
     @untraced
@@ -145,7 +145,7 @@ class PackedBatch(SeparatelyPickled):
         """(B,) int64, the row of the last token of each sequence; SharedPromptError if one has none."""
         if 0 in self.sequence_lens:
             got = f"sequence {self.sequence_lens.index(0)} without any"
-            raise SharedPromptError(explain("sequences", "at least one token in each", got))
+            raise SharedPromptError("sequences", "at least one token in each", got)
         return self._rows_of(self.jagged_offsets[1:] - 1)
 
     @kept
@@ -204,13 +204,12 @@ class PackedBatch(SeparatelyPickled):
             values = torch.as_tensor(per_sequence, device=device)
         except (TypeError, ValueError, RuntimeError):
             expected = "a tensor or a list of numbers"
-            raise SharedPromptTypeError(explain("per_sequence", expected, checks.describe(per_sequence))) from None
+            raise SharedPromptTypeError("per_sequence", expected, checks.describe(per_sequence)) from None
         if values.dim() == 0 or len(values) != count:
-            got = f"shape {tuple(values.shape)}"
-            raise SharedPromptError(explain("per_sequence", f"{count} values (as sequences)", got))
+            raise SharedPromptError("per_sequence", f"{count} values (as sequences)", f"shape {tuple(values.shape)}")
         if values.shape[1:] == (1,):
             expected = f"shape ({count},), which values of tokens are multiplied with"
-            raise SharedPromptError(explain("per_sequence", expected, f"shape {tuple(values.shape)}"))
+            raise SharedPromptError("per_sequence", expected, f"shape {tuple(values.shape)}")
         longest = max(1, *self.response_lens)
         return values.index_select(0, self.padded_index // longest)
 
@@ -245,12 +244,12 @@ class PackedBatch(SeparatelyPickled):
                 'boundary="gather" one branch of several (score batch.targets with the rows of batch.token_index, as '
                 "shared_prompt_forward does)"
             )
-            raise SharedPromptError(explain("labels", expected, got))
+            raise SharedPromptError("labels", expected, got)
         return self.row_labels
 
     def _check_has_values(self) -> None:
         if self.input_ids.is_meta:
-            raise SharedPromptError(explain("batch", "one whose tensors have values", "one on meta"))
+            raise SharedPromptError("batch", "one whose tensors have values", "one on meta")
 
     # What is saved
 
@@ -404,7 +403,7 @@ def _of_rows(name: str, values: Tensor, source_index: Tensor, spans: Spans, pad:
     is_same = _is_same(found.index_select(-1, rows), values)
     if not (is_same.is_meta or is_same.all()):
         expected = "equal values of tokens that share a row (or group_ids that keep them apart)"
-        raise SharedPromptError(explain(f"row_values[{name!r}]", expected, "different ones"))
+        raise SharedPromptError(f"row_values[{name!r}]", expected, "different ones")
     return _padded(found, pad, 0)
 
 
@@ -418,7 +417,7 @@ def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any,
         first = firsts.setdefault(tree.roots[leaf], index) if leaf >= 0 else index
         if not _are_equal(values[first], values[index]):
             expected = "one value for all samples of a group (or group_ids that keep them apart)"
-            raise SharedPromptError(explain(name, expected, f"different ones of samples {first} and {index}"))
+            raise SharedPromptError(name, expected, f"different ones of samples {first} and {index}")
     return tuple(values[firsts[root]] for root in sorted(firsts))
 
 

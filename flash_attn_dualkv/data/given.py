@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import check_count, explain
+from ..checks import check_count
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import int64s, ints, memory_of, offsets_of, take, to_host
 
@@ -37,7 +37,7 @@ def sequences_of(name: str, values: Any, of: str = "token sequences") -> Sequenc
                 "a matrix, whose padding would be tokens (pack_padded takes a padded batch and its mask; only where no "
                 f"row is padded, list({name}))"
             )
-        raise SharedPromptTypeError(explain(name, f"a list of {of}", got))
+        raise SharedPromptTypeError(name, f"a list of {of}", got)
     return checks.items(name, values, of)
 
 
@@ -46,13 +46,13 @@ def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
     if not isinstance(tokens, Tensor):
         expected = "a 1-D integer tensor or a sequence of ints"
         if isinstance(tokens, (str, bytes, dict, set, frozenset)):
-            raise SharedPromptTypeError(explain(name, expected, checks.describe(tokens)))
+            raise SharedPromptTypeError(name, expected, checks.describe(tokens))
         try:
             if type(tokens) in (list, tuple) and {*map(type, tokens)} == {int}:
                 return ints(tokens, torch.int64)
             tokens = torch.tensor(tokens, device="cpu", dtype=None if len(tokens) else torch.int64)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise SharedPromptTypeError(explain(name, expected, f"{checks.describe(tokens)} ({error})")) from None
+            raise SharedPromptTypeError(name, expected, f"{checks.describe(tokens)} ({error})") from None
     return checks.integers(name, tokens, 1, also)
 
 
@@ -78,7 +78,7 @@ def largest_token(name: str, extremes: Tensor) -> int:
     """The larger; SharedPromptError for negative ones: what marks padding or ignored labels elsewhere is no token."""
     smallest, largest = extremes.tolist()
     if smallest < 0:
-        raise SharedPromptError(explain(name, "token ids >= 0", smallest))
+        raise SharedPromptError(name, "token ids >= 0", smallest)
     return int(largest)
 
 
@@ -99,7 +99,7 @@ def check_padding(pad_token_id: Any, tokens: Tensor, lengths: Sequence[int], *na
         place = first - int(ends[index]) + lengths[index]
         expected = f"tokens alone, no padding (pad_token_id={pad_token_id}; pack_padded takes a padded batch)"
         name = f"{names[index % len(names)]}[{index // len(names)}]"
-        raise SharedPromptError(explain(name, expected, f"padding at place {place} of {lengths[index]}"))
+        raise SharedPromptError(name, expected, f"padding at place {place} of {lengths[index]}")
 
 
 def extremes(tokens: Tensor) -> Tensor:
@@ -120,10 +120,10 @@ def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
 def jagged(name: str, values: Any) -> Any:
     """A nested tensor without gaps; a type checker knows nothing of its methods."""
     if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
-        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", checks.describe(values)))
+        raise SharedPromptError(name, "a nested tensor with torch.jagged layout", checks.describe(values))
     nested: Any = values
     if nested.lengths() is not None:
-        raise SharedPromptError(explain(name, "no gaps between the sequences", "some, as torch.nested.narrow makes"))
+        raise SharedPromptError(name, "no gaps between the sequences", "some, as torch.nested.narrow makes")
     return nested
 
 
@@ -153,7 +153,7 @@ def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: S
     given = checks.lengths(name, fetched[0].tolist() if fetched else lengths, len(totals), "samples")
     for index, (length, total) in enumerate(zip(given, totals)):
         if length > total:
-            raise SharedPromptError(explain(f"{name}[{index}]", f"0 .. {total}, its sequence's tokens", length))
+            raise SharedPromptError(f"{name}[{index}]", f"0 .. {total}, its sequence's tokens", length)
     return given
 
 
@@ -163,7 +163,7 @@ def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: S
 def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     device = tensors[0].device if tensors else torch.device("cpu")
     for other in {tensor.device for tensor in tensors} - {device}:
-        raise SharedPromptError(explain("device", f"{device} for all tensors, as the first", other))
+        raise SharedPromptError("device", f"{device} for all tensors, as the first", other)
     return device
 
 
@@ -207,7 +207,7 @@ def joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
     check_count("loss_mask", sizes, len(lengths), "sequences")
     for index, (size, length) in enumerate(zip(sizes, lengths)):
         if size != length:
-            raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
+            raise SharedPromptError(f"loss_mask[{index}]", f"{length} values (as its sequence)", size)
     return torch.where((mask == 0) | (mask == 1), mask, -1).long()
 
 
@@ -216,14 +216,13 @@ def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
     bounds, sums = offsets_of(int64s(lengths)), offsets_of(mask)
     if mask.numel() and int(mask.min()) < 0:
         index = int(torch.searchsorted(bounds, int(mask.argmin()), right=True)) - 1
-        raise SharedPromptError(explain(f"loss_mask[{index}]", "0 and 1", "other values"))
+        raise SharedPromptError(f"loss_mask[{index}]", "0 and 1", "other values")
     firsts = bounds[:-1]
     # A sequence without tokens counts nothing.
     trains_first = take(sums, torch.minimum(firsts + 1, bounds[1:])) > take(sums, firsts)
     if trains_first.any():
         index = int(trains_first.nonzero()[0])
-        expected = "0 for the first token, which no row scores"
-        raise SharedPromptError(explain(f"loss_mask[{index}][0]", expected, 1))
+        raise SharedPromptError(f"loss_mask[{index}][0]", "0 for the first token, which no row scores", 1)
     scored: list[int] = take(sums, bounds).diff().tolist()
     return scored
 
@@ -239,11 +238,11 @@ def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
     try:
         given = [torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError):
-        raise SharedPromptTypeError(explain(name, "a list of tensors", checks.describe(values))) from None
+        raise SharedPromptTypeError(name, "a list of tensors", checks.describe(values)) from None
     _common_device(given)
     check_count(name, given, len(lengths), "sequences")
     for index, (tensor, length) in enumerate(zip(given, lengths)):
         if tensor.dim() == 0 or tensor.shape[-1] != length or tensor.shape[:-1] != given[0].shape[:-1]:
             expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
-            raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(tensor.shape)))
+            raise SharedPromptError(f"{name}[{index}]", expected, tuple(tensor.shape))
     return torch.cat(given, -1)

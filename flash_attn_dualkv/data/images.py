@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import check_count, describe, explain
+from ..checks import check_count, describe
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .given import groups_of, named
 
@@ -61,12 +61,12 @@ def _checked(name: str, values: Any, count: int) -> list[Tensor | None]:
             continue
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.is_nested:
             raise SharedPromptTypeError(
-                explain(f"{name}[{index}]", "a tensor of at least one dimension, or None", describe(tensor))
+                f"{name}[{index}]", "a tensor of at least one dimension, or None", describe(tensor)
             )
         first = tensor if first is None else first
         if (tensor.shape[1:], tensor.dtype, tensor.device) != (first.shape[1:], first.dtype, first.device):
             expected = (
                 f"(any, {', '.join(map(str, first.shape[1:]))}) values of {first.dtype} on {first.device}, as before"
             )
-            raise SharedPromptError(explain(f"{name}[{index}]", expected, describe(tensor)))
+            raise SharedPromptError(f"{name}[{index}]", expected, describe(tensor))
     return given

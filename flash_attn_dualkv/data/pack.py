@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import check_count, explain
+from ..checks import check_count
 from ..errors import SharedPromptError, say_once
 from ..host import int64s, offsets_of, take, untraced
 from .batch import PackedBatch, pack
@@ -231,11 +231,9 @@ def pack_prefix_tree(
     checks.check_absent(expected, borders=borders, min_shared=min_shared)
     checks.instance("tree", tree, PrefixTree)
     if total != len(tree.sequence_lens):
-        expected = f"that of these {total} sequences"
-        raise SharedPromptError(explain("tree", expected, f"one of {len(tree.sequence_lens)}"))
+        raise SharedPromptError("tree", f"that of these {total} sequences", f"one of {len(tree.sequence_lens)}")
     if boundary not in (None, tree.boundary):
-        expected = f"None or {tree.boundary!r}, that of the tree"
-        raise SharedPromptError(explain("boundary", expected, checks.describe(boundary)))
+        raise SharedPromptError("boundary", f"None or {tree.boundary!r}, that of the tree", checks.describe(boundary))
     part = tree.take(range(total) if chosen is None else chosen)
     return pack(samples, checked_tree(part, samples), pad_to_multiple_of, device)
 

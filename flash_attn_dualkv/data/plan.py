@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import checks
-from ..checks import check_count, explain
+from ..checks import check_count
 from ..errors import SharedPromptError
 from ..host import take
 from .prefix_tree import Boundary, PrefixTree, Spans, checked_boundary
@@ -69,17 +69,17 @@ def checked_tree(tree: PrefixTree, samples: Samples) -> PrefixTree:
     for at, (length, own) in enumerate(zip(samples.lengths, tree.sequence_lens)):
         if length != own:
             expected = f"that of these sequences, {length} tokens in sequence {at}"
-            raise SharedPromptError(explain("tree", expected, f"one whose sequence {at} has {own}"))
+            raise SharedPromptError("tree", expected, f"one whose sequence {at} has {own}")
     ids = samples.host_ids
     rows = Spans.of(tree).rows(torch.arange(len(ids), device=ids.device))
     of_rows = ids.new_empty(sum(tree.node_lens)).index_copy_(0, rows, ids)
     if not take(of_rows, rows).equal(ids):
-        raise SharedPromptError(explain("tree", "that of these sequences", "one in which other tokens share rows"))
+        raise SharedPromptError("tree", "that of these sequences", "one in which other tokens share rows")
     group_of: dict[int, Any] = {}
     for leaf, group in zip(tree.leaves, samples.group_ids or ()):
         if leaf >= 0 and group_of.setdefault(tree.roots[leaf], group) != group:
             expected = "equal ones for sequences that share rows in the tree"
-            raise SharedPromptError(explain("group_ids", expected, f"{group_of[tree.roots[leaf]]!r} and {group!r}"))
+            raise SharedPromptError("group_ids", expected, f"{group_of[tree.roots[leaf]]!r} and {group!r}")
     return tree
 
 
@@ -92,7 +92,6 @@ def _checked_borders(borders: Any, lengths: Sequence[int]) -> list[Sequence[int]
         is_plain = type(given) in (tuple, list) and {*map(type, given)} <= {int}
         own = given if is_plain else checks.lengths(f"borders[{index}]", given)
         if own and not (own[0] > 0 and own[-1] <= length and all(map(lt, own, own[1:]))):
-            expected = f"rising positions from 1 to {length}"
-            raise SharedPromptError(explain(f"borders[{index}]", expected, checks.describe(own)))
+            raise SharedPromptError(f"borders[{index}]", f"rising positions from 1 to {length}", checks.describe(own))
         checked.append(own)
     return checked

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import check_count, explain
+from ..checks import check_count
 from ..errors import SharedPromptError, say_once
 from . import given
 from .given import WORD, bytes_of, groups_of, named
@@ -98,9 +98,9 @@ class Samples:
         """
         lengths = self.prompt_lens or ()
         if not lengths:
-            raise SharedPromptError(explain("prompts", "at least one", 0))
+            raise SharedPromptError("prompts", "at least one", 0)
         if 0 in lengths:
-            raise SharedPromptError(explain(f"prompts[{lengths.index(0)}]", "at least one token", 0))
+            raise SharedPromptError(f"prompts[{lengths.index(0)}]", "at least one token", 0)
         prompts = bytes_of(self.host, self.begins, lengths)
         images = self.image_keys or [0] * len(lengths)
         if self.group_ids is None:
@@ -110,7 +110,7 @@ class Samples:
             for what, values in (("prompts", prompts), ("images", images)):
                 if values[other] != values[first]:
                     expected = f"equal {what} of the samples with the id {self.group_ids[other]!r}"
-                    raise SharedPromptError(explain("group_ids", expected, f"samples {first} and {other} differ"))
+                    raise SharedPromptError("group_ids", expected, f"samples {first} and {other} differ")
         return groups
 
 
@@ -154,7 +154,7 @@ def read_padded(input_ids: Any, attention_mask: Any, prompt_length: Any, beside:
     attention_mask = checks.integers("attention_mask", attention_mask, 2, given.MASKS)
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
-        raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
+        raise SharedPromptError("attention_mask", expected, tuple(attention_mask.shape))
     lens = [checks.integers("prompt_length", prompt_length, 1)] if isinstance(prompt_length, Tensor) else []
     parts = {"attention_mask": attention_mask}
     # Arrays of NumPy have a length and are indices, whatever their dimensions.
@@ -173,10 +173,10 @@ def read_padded(input_ids: Any, attention_mask: Any, prompt_length: Any, beside:
     (begins, lengths, *_), *others = numbers = counted.view(counts.shape).tolist()
     for name, (_, _, runs, wrong) in zip(parts, numbers):
         if any(wrong):
-            raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
+            raise SharedPromptError("attention_mask", "0 and 1", "other values")
         if max(runs, default=0) > 1:
             got = f"a hole in row {[count > 1 for count in runs].index(True)}"
-            raise SharedPromptError(explain(name, "ones that stand together in each row", got))
+            raise SharedPromptError(name, "ones that stand together in each row", got)
     rows = range(0, host.numel(), max(1, input_ids.shape[1]))
     gaps: list[int] = []
     if others:
@@ -193,7 +193,7 @@ def read_padded(input_ids: Any, attention_mask: Any, prompt_length: Any, beside:
     def flat(name: str, values: Any) -> Tensor:
         if not isinstance(values, Tensor) or values.shape[-2:] != input_ids.shape:
             expected = f"a tensor of shape (..., {len(input_ids)}, {input_ids.shape[1]}), as input_ids"
-            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, checks.describe(values)))
+            raise SharedPromptError(f"row_values[{name!r}]", expected, checks.describe(values))
         return values.flatten(-2).index_select(-1, kept.to(values.device))
 
     tokens = input_ids.flatten().index_select(0, kept)
@@ -224,7 +224,7 @@ def read_jagged(
     """Arguments of `pack_jagged`; `keys`, (sum L,) int64 beside the tokens: only tokens with equal ones share a row."""
     nested = given.jagged("input_ids", input_ids)
     if nested.dim() != 2:
-        raise SharedPromptError(explain("input_ids", "2 dimensions", nested.dim()))
+        raise SharedPromptError("input_ids", "2 dimensions", nested.dim())
     tokens = checks.integers("input_ids", nested.values(), 1)
     lens = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
     by_token = named("row_values", beside.row_values)
@@ -241,11 +241,10 @@ def read_jagged(
     for (name, jagged), own in zip(by_token.items(), fetched[len(lens) :]):
         rows = given.position_rows(jagged)
         if rows.shape[-1] != len(tokens):
-            expected = f"{len(tokens)} values (as input_ids)"
-            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, rows.shape[-1]))
+            raise SharedPromptError(f"row_values[{name!r}]", f"{len(tokens)} values (as input_ids)", rows.shape[-1])
         if not own.equal(offsets):
             expected = "the offsets of input_ids"
-            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, f"others: {checks.describe(own)}"))
+            raise SharedPromptError(f"row_values[{name!r}]", expected, f"others: {checks.describe(own)}")
         values[name] = (rows[0] if jagged.dim() == 2 else rows)[..., begin:end]
     host = host if keys is None else keys.cpu()
     begins = offsets[:-1].tolist()
@@ -269,7 +268,7 @@ def read_sequences(
 
     sequences = pick("sequences", sequences)
     if not len(sequences):
-        raise SharedPromptError(explain("sequences", "at least one", 0))
+        raise SharedPromptError("sequences", "at least one", 0)
     tokens, lengths = given.token_lists(sequences, "sequences")
     group_ids = beside.group_ids
     if chosen is not None and isinstance(group_ids, Tensor):

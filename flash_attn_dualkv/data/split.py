@@ -20,7 +20,8 @@ from torch import Tensor
 from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from ..host import device_of_group, untraced
+from ..host import untraced
+from ..parallel.agreement import largest_of_ranks
 from .prefix_tree import PrefixTree
 
 Groups: TypeAlias = "PrefixTree | Sequence[Sequence[int]]"
@@ -66,8 +67,7 @@ def split_by_token_budget(
         budget = checks.integer("max_tokens", max_tokens, 1)
         for index, (leaf, length) in enumerate(zip(tree.leaves, tree.sequence_lens)):
             if leaf >= 0 and length > budget:
-                needed = f"at least {length}, the tokens of sample {index}"
-                raise SharedPromptError(explain("max_tokens", needed, max_tokens))
+                raise SharedPromptError("max_tokens", f"at least {length}, the tokens of sample {index}", max_tokens)
         sizes = [0] * (tree.roots[-1] + 1 if tree.roots else 0)
         for root, size in zip(tree.roots, tree.node_lens):
             sizes[root] += size
@@ -96,16 +96,16 @@ def as_tree(groups: Any, prompt_lens: Any, response_lens: Any) -> PrefixTree:
         name = f"groups[{number}]"
         given = checks.items(name, members, "sample indices")
         if not len(given):
-            raise SharedPromptError(explain(name, "at least one sample", "none"))
+            raise SharedPromptError(name, "at least one sample", "none")
         own = [checks.integer(f"{name}[{at}]", index, 0, len(prompts) - 1) for at, index in enumerate(given)]
         checked.append(own)
         for index in own:
             if index in seen:
-                raise SharedPromptError(explain(name, "samples that are in no group yet", f"sample {index} again"))
+                raise SharedPromptError(name, "samples that are in no group yet", f"sample {index} again")
             seen.add(index)
             if prompts[index] != prompts[own[0]]:
                 expected = f"samples with one prompt, of {prompts[own[0]]} tokens as that of sample {own[0]}"
-                raise SharedPromptError(explain(name, expected, f"{prompts[index]} of sample {index}"))
+                raise SharedPromptError(name, expected, f"{prompts[index]} of sample {index}")
     return PrefixTree.of_prompts(checked, prompts, responses)
 
 
@@ -132,7 +132,7 @@ def on_equal_terms(
     is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
     if dp_group is not None and not (is_running and isinstance(dp_group, torch.distributed.ProcessGroup)):
         expected = "a process group of an initialised torch.distributed, or None"
-        raise SharedPromptTypeError(explain("dp_group", expected, checks.describe(dp_group)))
+        raise SharedPromptTypeError("dp_group", expected, checks.describe(dp_group))
     micro_batches: list[list[int]] = []
     groups: Sequence[Sequence[int]] = []
     # Not the exception: it holds this frame, and with it the process group beyond its end.
@@ -144,14 +144,14 @@ def on_equal_terms(
             raise
         error = str(own)  # the other ranks wait for this one
     numbers = len(micro_batches), -sum(map(len, micro_batches)), error is not None
-    wanted, fewest, failed = largest_of_ranks(numbers, dp_group)
+    wanted, fewest, failed = map(int, largest_of_ranks(numbers, dp_group))
     if failed:
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
     wanted = -(-wanted // multiple) * multiple
     if wanted > -fewest:
         expected = f"at least {wanted} samples on each rank, as many as another has micro-batches"
         in_multiples = f", in multiples of {multiple}" if multiple > 1 else ""
-        raise SharedPromptError(explain("groups", f"{expected}{in_multiples}", -fewest))
+        raise SharedPromptError("groups", f"{expected}{in_multiples}", -fewest)
     return _split_further(micro_batches, groups, wanted)
 
 
@@ -226,13 +226,3 @@ def united(parts: list[tuple[int, list[int]]], room: int) -> list[tuple[int, lis
     for chosen in bins:
         chosen.sort()
     return [(sum(sizes[at] for at in chosen), [index for at in chosen for index in parts[at][1]]) for chosen in bins]
-
-
-def largest_of_ranks(values: Sequence[int], dp_group: Any) -> list[int]:
-    """The maximum of each value over the ranks of the group; None for no group."""
-    if dp_group is None or not torch.distributed.is_initialized():
-        return [*values]
-    tensor = torch.tensor(values, dtype=torch.int64, device=device_of_group(dp_group))
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=dp_group)
-    largest: list[int] = tensor.tolist()
-    return largest

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import MAX_ROWS, explain
+from ..checks import MAX_ROWS
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .batch import PackedBatch
 
@@ -45,13 +45,13 @@ def unpack_logprobs(
     columns = longest if width is None else checks.integer("width", width, longest, MAX_ROWS)
     expected = f"a number of {values.dtype} (as values)"
     if isinstance(fill, bool) or not isinstance(fill, (int, float)):
-        raise SharedPromptTypeError(explain("fill", expected, checks.describe(fill)))
+        raise SharedPromptTypeError("fill", expected, checks.describe(fill))
     if not values.dtype.is_floating_point and fill % 1:  # PyTorch would cut it
-        raise SharedPromptError(explain("fill", expected, fill))
+        raise SharedPromptError("fill", expected, fill)
     try:
         filled = values.new_full((samples * longest,), fill)
     except (RuntimeError, OverflowError):
-        raise SharedPromptError(explain("fill", expected, fill)) from None
+        raise SharedPromptError("fill", expected, fill) from None
     filled = filled.scatter_(0, batch.padded_index, values).view(samples, longest)
     return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
 
@@ -82,17 +82,17 @@ def _of_scored_tokens(values: Tensor, batch: PackedBatch, per_row: bool | None) 
     if per_row is not None:
         checks.flag("per_row", per_row)
     if values.is_nested or values.layout != torch.strided:
-        raise SharedPromptTypeError(explain("values", "a dense tensor", f"one of layout {values.layout}"))
+        raise SharedPromptTypeError("values", "a dense tensor", f"one of layout {values.layout}")
     if values.device != batch.token_index.device:
-        raise SharedPromptError(explain("values", f"device {batch.token_index.device} (as the batch)", values.device))
+        raise SharedPromptError("values", f"device {batch.token_index.device} (as the batch)", values.device)
     if values.dim() == 2 and values.shape[0] == 1:
         values = values[0]
     tokens, rows = sum(batch.response_lens), batch.layout.num_tokens
     if per_row is None:
         if tokens == rows > 0 and values.shape == (rows,):
-            raise SharedPromptError(explain("per_row", f"a bool, as {rows} values fit rows and scored tokens", None))
+            raise SharedPromptError("per_row", f"a bool, as {rows} values fit rows and scored tokens", None)
         per_row = values.shape == (rows,)
     if values.shape != (rows if per_row else tokens,):
         expected = f"{rows} values, one for each row" if per_row else f"{tokens} (scored tokens) or {rows} (rows)"
-        raise SharedPromptError(explain("values", expected, f"shape {tuple(values.shape)}"))
+        raise SharedPromptError("values", expected, f"shape {tuple(values.shape)}")
     return values[batch.token_index] if per_row else values

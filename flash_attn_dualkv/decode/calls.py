@@ -158,8 +158,7 @@ def check_step(step: Step, device: torch.device, most_columns: int = MAX_ROWS) -
     check_table(step.block_table, device, min(most_columns, MOST_KEYS // limits.page_size))
     requests = step.block_table.shape[0]
     if requests > limits.max_requests:
-        expected = f"at most {limits.max_requests} requests (max_requests)"
-        raise ValueError(explain("block_table", expected, requests))
+        raise ValueError(explain("block_table", f"at most {limits.max_requests} requests (max_requests)", requests))
     check_ints("seqlens", step.seqlens, (requests,), "the requests of block_table", device)
     if step.cu_seqlens_q is not None:
         check_ints("cu_seqlens_q", step.cu_seqlens_q, (requests + 1,), "the requests of block_table + 1", device)

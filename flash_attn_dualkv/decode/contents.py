@@ -42,8 +42,7 @@ def check_values(step: Step) -> None:
     cuts = keys if step.boundaries is None else step.boundaries.tolist()
     for index, (count, cut, queries) in enumerate(zip(keys, cuts, (end - start for start, end in pairwise(starts)))):
         if not 0 <= count <= most:
-            expected = f"0 to {most} keys ({columns} pages of {page_size})"
-            raise ValueError(explain(f"seqlens[{index}]", expected, count))
+            raise ValueError(explain(f"seqlens[{index}]", f"0 to {most} keys ({columns} pages of {page_size})", count))
         if count and queries > count:
             expected = f"at least {queries} keys (those of the request's queries)"
             raise ValueError(explain(f"seqlens[{index}]", expected, count))

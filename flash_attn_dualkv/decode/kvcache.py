@@ -193,8 +193,7 @@ def flash_attn_with_kvcache(
         step = check_plan(plan)
         if (step.block_table.shape[0], step.queries) != (batch, batch * queries):
             expected = f"a step of {batch} requests and {batch * queries} queries"
-            got = f"one of {step.block_table.shape[0]} and {step.queries}"
-            raise ValueError(explain("plan", expected, got))
+            raise ValueError(explain("plan", expected, f"one of {step.block_table.shape[0]} and {step.queries}"))
         if added and are_checked(table):
             check_planned(step, table, lengths + added)
     if k is not None and v is not None and added:

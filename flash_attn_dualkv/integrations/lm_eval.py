@@ -25,7 +25,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import checks
-from ..checks import explain
 from ..data.batch import PackedBatch
 from ..errors import SharedPromptError
 from ..host import int64s, runs, to_device
@@ -74,13 +73,13 @@ class DualKVLM(HFLM):
         self.min_shared = checks.integer("min_shared", min_shared, 1)
         self.self_check = checks.flag("self_check", self_check)
         if options.get("tp_plan") is not None:
-            raise SharedPromptError(explain("tp_plan", "None (--model hf has it)", options["tp_plan"]))
+            raise SharedPromptError("tp_plan", "None (--model hf has it)", options["tp_plan"])
         if not options.get("logits_cache", True):
             expected = "True: what requests share is computed once in any case (--model hf can do without)"
-            raise SharedPromptError(explain("logits_cache", expected, False))
+            raise SharedPromptError("logits_cache", expected, False)
         attention = options.get("attn_implementation", ATTENTION)
         if attention != ATTENTION:
-            raise SharedPromptError(explain("attn_implementation", f"{ATTENTION!r}, or nothing", repr(attention)))
+            raise SharedPromptError("attn_implementation", f"{ATTENTION!r}, or nothing", repr(attention))
         if isinstance(pretrained, str):
             register(ATTENTION)
             options["attn_implementation"] = ATTENTION
@@ -90,7 +89,7 @@ class DualKVLM(HFLM):
     def _get_backend(self, config: Any, *args: Any, **options: Any) -> None:
         super()._get_backend(config, *args, **options)
         if self.backend != "causal":
-            raise SharedPromptError(explain("backend", "a causal model (--model hf has others)", self.backend))
+            raise SharedPromptError("backend", "a causal model (--model hf has others)", self.backend)
         check_supported(config)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -131,7 +130,7 @@ class DualKVLM(HFLM):
         """Tokens that the model reads of a request: no more than its length, from the end, and not the last token."""
         if not context or not 0 < len(continuation) <= self.max_length:
             expected = f"a context, and a continuation of 1 to {self.max_length} tokens (max_length)"
-            raise SharedPromptError(explain("requests", expected, f"{len(context)} and {len(continuation)} tokens"))
+            raise SharedPromptError("requests", expected, f"{len(context)} and {len(continuation)} tokens")
         cut = len(context) + len(continuation) - self.max_length - 1
         if cut > 0:
             eval_logger.warning(

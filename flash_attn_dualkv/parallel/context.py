@@ -26,7 +26,6 @@ from torch import Tensor
 
 from .. import checks, ops
 from ..calls import BackwardCall, Options, pack
-from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError
 from ..host import runs as runs_of_rows
 from ..host import to_device, untraced
@@ -105,7 +104,7 @@ class ContextLayout(DividedLayout):
         """The layout that one of so many ranks gets, without a group: for data loaders and for a look at it."""
         checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
         if isinstance(layout, DividedLayout):
-            raise SharedPromptLayoutError(explain("layout", "a whole row (batch.layout)", type(layout).__name__))
+            raise SharedPromptLayoutError("layout", "a whole row (batch.layout)", type(layout).__name__)
         checks.integer("ranks", ranks, 1)
         checks.integer("rank", rank, 0, ranks - 1)
         multiple = checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1)
@@ -178,19 +177,18 @@ def context_parallel_attention(
     group = layout.group if group is None else group
     check_group(group)
     if dist.get_world_size(group) != layout.ranks:
-        raise SharedPromptError(explain("group", f"the {layout.ranks} ranks of the layout", dist.get_world_size(group)))
+        raise SharedPromptError("group", f"the {layout.ranks} ranks of the layout", dist.get_world_size(group))
     q, k, v = checked_tensors(q, k, v, sinks, backend)
     if backend == "cudnn":
-        raise SharedPromptError(explain("backend", "'auto' where ranks have parts of a row", repr(backend)))
+        raise SharedPromptError("backend", "'auto' where ranks have parts of a row", repr(backend))
     rows = layout.num_local_tokens
     if q.shape[0] != rows or k.shape[0] != rows:
         got = f"{q.shape[0]} in q, {k.shape[0]} in k"
-        raise SharedPromptLayoutError(explain("layout", f"{rows} rows a rank in q and k", got))
+        raise SharedPromptLayoutError("layout", f"{rows} rows a rank in q and k", got)
     if layout.device != q.device:
-        expected = f"tensors on {q.device} as q, see layout.to()"
-        raise SharedPromptLayoutError(explain("layout", expected, layout.device))
+        raise SharedPromptLayoutError("layout", f"tensors on {q.device} as q, see layout.to()", layout.device)
     if k.shape[1] % layout.head_groups:
-        raise SharedPromptError(explain("head_groups", f"a divisor of the {k.shape[1]} KV heads", layout.head_groups))
+        raise SharedPromptError("head_groups", f"a divisor of the {k.shape[1]} KV heads", layout.head_groups)
     options = packed_options(
         q, layout, softmax_scale=softmax_scale, sliding_window=sliding_window, softcap=softcap, backend=backend,
         deterministic=deterministic,

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checks
-from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError
 from ..host import untraced
 from ..layout import SharedPromptLayout
@@ -64,11 +63,11 @@ class UlyssesLayout(DividedLayout):
         with same_on_all_ranks(group) as common:
             checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
             if isinstance(layout, UlyssesLayout):
-                raise SharedPromptLayoutError(explain("layout", "one without Ulysses", "a UlyssesLayout"))
+                raise SharedPromptLayoutError("layout", "one without Ulysses", "a UlyssesLayout")
             ranks, rows = dist.get_world_size(group), layout.num_local_tokens
             if rows % ranks:
                 expected = f"a multiple of the {ranks} ranks as number of rows (pad_to_multiple_of={ranks})"
-                raise SharedPromptLayoutError(explain("layout", expected, rows))
+                raise SharedPromptLayoutError("layout", expected, rows)
             common.note(layout, getattr(layout, "head_groups", None))
             begin = dist.get_rank(group) * (rows // ranks)
             row_index = torch.arange(begin, begin + rows // ranks, device=layout.device)
@@ -114,13 +113,13 @@ def ulysses_attention(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % ranks:
-        raise SharedPromptError(explain("q", f"a number of heads that the {ranks} ranks divide", heads))
+        raise SharedPromptError("q", f"a number of heads that the {ranks} ranks divide", heads)
     if kv_heads < 1 or heads % kv_heads:
-        raise SharedPromptError(explain("k", f"a number of heads that divides q's {heads} heads", kv_heads))
+        raise SharedPromptError("k", f"a number of heads that divides q's {heads} heads", kv_heads)
     rows = layout.num_local_tokens
     if any(tensor.shape[0] != rows for tensor in (q, k, v)):
         got = ", ".join(str(tensor.shape[0]) for tensor in (q, k, v))
-        raise SharedPromptLayoutError(explain("layout", f"{rows} rows a rank in q, k and v", got))
+        raise SharedPromptLayoutError("layout", f"{rows} rows a rank in q, k and v", got)
     copies = math.lcm(kv_heads, ranks) // kv_heads
     # PyTorch sums the gradients of the copies in float32.
     k, v = (tensor.repeat_interleave(copies, 1) if copies > 1 else tensor for tensor in (k, v))
@@ -151,7 +150,7 @@ def shard_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     checks.instance("values", values, Tensor)
     if values.dim() < 1 or values.shape[0] % ranks:
-        raise SharedPromptError(explain("values", f"a multiple of the {ranks} ranks as rows", tuple(values.shape)))
+        raise SharedPromptError("values", f"a multiple of the {ranks} ranks as rows", tuple(values.shape))
     return values.unflatten(0, (ranks, -1))[dist.get_rank(group)]
 
 

@@ -26,6 +26,7 @@ LAYERS = (
     ("layout",),
     ("cudnn",),
     ("packed_attention", "attention", "plan", "decode"),
+    ("parallel.agreement",),
     ("data",),
     ("guard", "pieces", "scores"),
     ("parallel",),

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from flash_attn_dualkv.errors import SharedPromptError
 from flash_attn_dualkv.integrations.common import pipeline
 from flash_attn_dualkv.integrations.common.options import REASONS, Options
+from flash_attn_dualkv.parallel.agreement import all_ranks, largest_of_ranks
 
 FOLDER = Path(pipeline.__file__).parents[1]
 
@@ -121,11 +122,11 @@ def test_differences() -> None:
     assert pipeline.difference(shared, stock).tolist() == pytest.approx([4.0, 5 / 3])
     assert pipeline.difference(shared, stock, 2).tolist() == [4.0, 2.5]
     assert pipeline.difference(shared[:0], stock[:0]).tolist() == [0.0, 0.0]
-    assert pipeline.worst_of_ranks(torch.tensor([math.nan, 0.5])) == [math.inf, 0.5]
+    assert largest_of_ranks([math.nan, 0.5], all_ranks()) == [math.inf, 0.5]
 
 
 def _worst(rank: int, results: Any) -> None:
-    results[rank] = pipeline.worst_of_ranks(torch.tensor([float(rank), 2.0 - rank]))
+    results[rank] = largest_of_ranks([float(rank), 2.0 - rank], all_ranks())
 
 
 def test_ranks_take_the_worst_of_all() -> None:

@@ -256,7 +256,6 @@ def test_a_step_whose_gradients_overflow_is_not_verified(
     data = TensorDict({}, batch_size=[])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "Lengths", SimpleNamespace(of=lambda _: ([2], [3])))
-        patch.setattr(verify, "get_device_name", lambda: "cpu")
         found, is_same = verify.run_both(
             engine, data, False, lambda _: {"model_output": {"log_probs": scores}, "metrics": {}}
         )
@@ -295,7 +294,6 @@ class _Verified(SharedPrompts, _Engine):
 def test_verification_keeps_gradients_of_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers of `forward_backward` add up several calls to a step: the first one of a step can be verified."""
     monkeypatch.setattr(verify, "Lengths", SimpleNamespace(of=lambda _: ([2], [3])))
-    monkeypatch.setattr(verify, "get_device_name", lambda: "cpu")
     monkeypatch.setattr(sharing, "of_micro_batches", lambda *_: None)
     monkeypatch.setattr(sharing, "get_torch_device", lambda: torch.cpu)
     engine, data = _Verified(), TensorDict({}, batch_size=[])

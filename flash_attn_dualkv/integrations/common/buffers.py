@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...checks import explain
 from ...errors import SharedPromptError
 
 # Size limit of saved tensors: larger ones are weights of quantized models, which no forward writes.
@@ -80,7 +79,7 @@ def unchanged_buffers(modules: Iterable[nn.Module], why: str) -> Iterator[None]:
         kept[name].put_back()
     if changed:
         expected = f"modules without state where {why}"
-        raise SharedPromptError(explain("model", expected, f"one whose forward changes {changed[0]}"))
+        raise SharedPromptError("model", expected, f"one whose forward changes {changed[0]}")
 
 
 def _differs(tensor: Tensor, other: Tensor) -> bool:

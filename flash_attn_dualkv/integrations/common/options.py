@@ -72,7 +72,7 @@ class Options(NamedTuple):
         options = Options(**read)
         if options.share_lora_dropout and options.verify_first_steps:
             expected = "False with verify_first_steps, as stock attention draws other masks"
-            raise SharedPromptError(explain(settings["share_lora_dropout"][0], expected, True))
+            raise SharedPromptError(settings["share_lora_dropout"][0], expected, True)
         return options
 
     @staticmethod

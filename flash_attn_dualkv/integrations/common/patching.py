@@ -18,7 +18,6 @@ from inspect import Parameter
 from types import FunctionType, ModuleType
 from typing import Any
 
-from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
 
 Make = Callable[[Any], Callable[..., Any]]  # a replacement, of what it replaces
@@ -81,7 +80,7 @@ def check_signature(name: str, stock: Any, made: Callable[..., Any]) -> None:
     """
     expected = _bare(inspect.signature(made))
     if stock is None:
-        raise SharedPromptUnsupportedError(explain(name, f"a function {expected}", "none"))
+        raise SharedPromptUnsupportedError(name, f"a function {expected}", "none")
     got = _bare(inspect.signature(stock))
     rest, their_rest = ({arg.kind for arg in found.parameters.values()} & _REST for found in (expected, got))
     ours, theirs = ([arg for arg in found.parameters.values() if arg.kind not in _REST] for found in (expected, got))
@@ -94,7 +93,7 @@ def check_signature(name: str, stock: Any, made: Callable[..., Any]) -> None:
     is_handed_on = their_rest < rest if Parameter.POSITIONAL_OR_KEYWORD in others else Parameter.VAR_KEYWORD in rest
     is_taken = len(places) <= len(theirs) and their_rest <= rest and (not others or is_handed_on)
     if not is_taken or not all(_is_like(*pair) for pair in pairs):
-        raise SharedPromptUnsupportedError(explain(name, f"the signature {expected}", got))
+        raise SharedPromptUnsupportedError(name, f"the signature {expected}", got)
 
 
 def _is_like(ours: Parameter, theirs: Parameter) -> bool:

@@ -231,12 +231,3 @@ def difference(shared: Tensor, stock: Tensor, scored: Any = None) -> Tensor:
         return stock.new_zeros(2, dtype=torch.float32)
     found = (shared - stock).detach().abs().float()
     return torch.stack([found.max(), found.sum() / (found.numel() if scored is None else scored)])
-
-
-def worst_of_ranks(values: Tensor) -> list[float]:
-    """The largest of each value over all ranks, which so decide alike; NaN becomes infinite."""
-    values = values.nan_to_num(nan=float("inf"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-    found: list[float] = values.tolist()
-    return found

@@ -13,7 +13,6 @@ from itertools import accumulate, chain
 import torch
 
 from ... import checks
-from ...checks import explain
 from ...data.batch import PackedBatch, pack
 from ...data.given import extremes, largest_token
 from ...data.samples import Samples
@@ -56,7 +55,7 @@ def scoring_batches(
     given = [checks.items(f"sequences[{at}]", ids, "token ids") for at, ids in enumerate(sequences)]
     if not all(map(len, given)):
         at = [*map(len, given)].index(0)
-        raise SharedPromptError(explain(f"sequences[{at}]", "at least one token", "none"))
+        raise SharedPromptError(f"sequences[{at}]", "at least one token", "none")
     budget, least = checks.integer("max_tokens", max_tokens, 1), checks.integer("min_shared", min_shared, 1)
     for part in _parts(given):
         lengths = [len(given[index]) for index in part]

@@ -14,7 +14,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from ... import checks, guard
-from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...packed_attention import shared_prompt_attention
 from ...parallel.context import ContextLayout, context_parallel_attention
@@ -52,7 +51,7 @@ class AttentionSettings(NamedTuple):
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number):
             left, right = config.window_size
             if right > 0:
-                raise SharedPromptError(explain("window_size", "(keys before the own one, 0)", config.window_size))
+                raise SharedPromptError("window_size", "(keys before the own one, 0)", config.window_size)
             window = left + 1 if left >= 0 else None
         return AttentionSettings(
             scale=attention.key_hidden_size**-0.5 if scale is None else float(scale),
@@ -86,14 +85,14 @@ class OnPackedRows:
             return result
         module: Any = self
         if not hasattr(module, "dualkv"):
-            raise SharedPromptLayoutError(explain("core attention", "install(model_chunks) first", "none"))
+            raise SharedPromptLayoutError("core attention", "install(model_chunks) first", "none")
         mask_type = module.attn_mask_type if attn_mask_type is None else attn_mask_type
         if mask_type not in _CAUSAL:
-            raise SharedPromptError(explain("attn_mask_type", "causal with a shared prompt", mask_type))
+            raise SharedPromptError("attn_mask_type", "causal with a shared prompt", mask_type)
         given = dict(attention_mask=attention_mask, attention_bias=attention_bias, **others)
         unknown = [name for name, value in given.items() if value is not None]
         if unknown:
-            raise SharedPromptError(explain("core attention", "a layout in place of all masks", ", ".join(unknown)))
+            raise SharedPromptError("core attention", "a layout in place of all masks", ", ".join(unknown))
         layout, settings = packed_seq_params.layout, self.dualkv
         if layout.device != query.device:
             layout = layout.to(query.device)
@@ -141,7 +140,7 @@ class SharedPromptAttention(OnPackedRows, DotProductAttention):
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
         if self.config.context_parallel_size > 1 and not isinstance(packed_seq_params, SharedPackedSeqParams):
             expected = "SharedPackedSeqParams with context parallelism (or layers of Transformer Engine)"
-            raise SharedPromptLayoutError(explain("packed_seq_params", expected, checks.describe(packed_seq_params)))
+            raise SharedPromptLayoutError("packed_seq_params", expected, checks.describe(packed_seq_params))
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
 
 

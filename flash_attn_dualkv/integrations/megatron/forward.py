@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from ... import checks
-from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ...parallel.context import ContextLayout
@@ -106,7 +105,7 @@ def shared_prompt_values(model: nn.Module, batch: PackedBatch, **inputs: Any) ->
     if not chunk.post_process:
         return output
     if output.shape[-1] != 1:
-        raise SharedPromptError(explain("output layer", "one value a row", output.shape[-1]))
+        raise SharedPromptError("output layer", "one value a row", output.shape[-1])
     index = batch.token_index
     if layout is None:
         return output[0, :, 0].index_select(0, index)
@@ -137,10 +136,10 @@ def _run(model: nn.Module, batch: PackedBatch, layout: ContextLayout | None, **i
     for name in ("labels", "loss_mask"):
         if inputs.get(name) is not None:
             expected = "None (the batch says what is scored, the loss function weights it)"
-            raise SharedPromptError(explain(name, expected, checks.describe(inputs[name])))
+            raise SharedPromptError(name, expected, checks.describe(inputs[name]))
     # On all stages: if only one raised, the others would wait for it.
     if batch.max_token >= chunk.vocab_size:
-        raise SharedPromptError(explain("batch", f"token ids below {chunk.vocab_size}", batch.max_token))
+        raise SharedPromptError("batch", f"token ids below {chunk.vocab_size}", batch.max_token)
     rows = batch.input_ids if layout is None else layout.shard(batch.input_ids)
     return model(rows[None], position_ids_of(chunk, params), None, packed_seq_params=params, **inputs)
 
@@ -176,7 +175,7 @@ def score_logits(
         check_divided(layout, batch.layout)
     rows = (batch.layout if layout is None else layout).num_local_tokens
     if logits.dim() != 3 or logits.shape[:2] != (1, rows):
-        raise SharedPromptError(explain("logits", f"shape (1, {rows}, vocabulary)", tuple(logits.shape)))
+        raise SharedPromptError("logits", f"shape (1, {rows}, vocabulary)", tuple(logits.shape))
     request = _request(batch, layout, temperature, with_entropy)
     return _scores(lambda chosen: chosen, logits[0], request, group, logits.shape[-1])
 

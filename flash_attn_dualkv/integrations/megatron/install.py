@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ... import checks, guard
-from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout, check_unpacked, is_in_backward
 from ...packed_attention import BACKENDS
@@ -79,7 +78,7 @@ def installed_chunk(model: nn.Module) -> Any:
     """The `GPTModel` inside of a chunk; SharedPromptError if it is not installed."""
     chunk = _gpt_model(model)
     if not hasattr(chunk, _LAYERS):
-        raise SharedPromptError(explain("model", "install(model_chunks) before the first packed call", "none"))
+        raise SharedPromptError("model", "install(model_chunks) before the first packed call", "none")
     return chunk
 
 
@@ -107,7 +106,7 @@ def _gpt_model(model: Any) -> Any:
     found = [module for module in model.modules() if isinstance(module, GPTModel)]
     if len(found) != 1:
         names = ", ".join(sorted({type(module).__name__ for module in found})) or type(model).__name__
-        raise SharedPromptUnsupportedError(explain("model", "one GPTModel in each chunk", f"{len(found)}: {names}"))
+        raise SharedPromptUnsupportedError("model", "one GPTModel in each chunk", f"{len(found)}: {names}")
     return found[0]
 
 
@@ -116,7 +115,7 @@ def _attentions(chunk: Any) -> list[Any]:
     check_config(chunk.config)
     if chunk.config.context_parallel_size > 1 and chunk.position_embedding_type == "mrope":
         expected = "another with context parallelism (Megatron divides the frequencies of multimodal RoPE twice)"
-        raise SharedPromptUnsupportedError(explain("position_embedding_type", expected, "mrope"))
+        raise SharedPromptUnsupportedError("position_embedding_type", expected, "mrope")
     found = []
     for name, layer in chunk.decoder.layers.named_children():
         if not isinstance(layer, TransformerLayer):
@@ -170,7 +169,7 @@ MEGATRON_CORE.check_classes(
 
 
 def _unknown(name: str, expected: str, got: Any) -> SharedPromptUnsupportedError:
-    return SharedPromptUnsupportedError(explain(name, f"{expected} with shared prompts", type(got).__name__))
+    return SharedPromptUnsupportedError(name, f"{expected} with shared prompts", type(got).__name__)
 
 
 # --- around a forward -----------------------------------------------------------------------------
@@ -202,18 +201,18 @@ def _check_inputs(chunk: Any, params: SharedPackedSeqParams, inputs: dict[str, A
     for name in ("attention_mask", "inference_context", "inference_params"):
         if inputs.get(name) is not None:
             expected = "None with SharedPackedSeqParams, whose layout says who sees whom"
-            raise SharedPromptError(explain(name, expected, checks.describe(inputs[name])))
+            raise SharedPromptError(name, expected, checks.describe(inputs[name]))
     layout = params.layout
     _check_division(chunk, layout)
     ids, rows = inputs.get("input_ids"), layout.num_local_tokens
     if ids is not None and tuple(ids.shape) != (1, rows):
-        raise SharedPromptLayoutError(explain("input_ids", f"shape (1, {rows}), as the layout", tuple(ids.shape)))
+        raise SharedPromptLayoutError("input_ids", f"shape (1, {rows}), as the layout", tuple(ids.shape))
     layout.check_ids(ids)
     ranks = chunk.config.tensor_model_parallel_size
     if chunk.config.sequence_parallel and rows % ranks:
         how = f"divided_layout(.., {ranks})" if isinstance(layout, ContextLayout) else f"pad_to_multiple_of={ranks}"
         expected = f"a multiple of the {ranks} tensor-parallel ranks as rows ({how})"
-        raise SharedPromptLayoutError(explain("layout", expected, rows))
+        raise SharedPromptLayoutError("layout", expected, rows)
     for number, router in replayed_routers(chunk):
         _check_routes(number, router, rows // (ranks if chunk.config.sequence_parallel else 1))
     if chunk.position_embedding_type in ("mrope", "learned_absolute"):
@@ -228,7 +227,7 @@ def _check_routes(layer_number: int, router: Any, rows: int) -> None:
     got = "none" if target is None else f"of {len(target)}"
     if target is None or len(target) != rows:
         expected = f"routes of {rows} rows (replay_routes before each forward)"
-        raise SharedPromptLayoutError(explain(f"router of layer {layer_number}", expected, got))
+        raise SharedPromptLayoutError(f"router of layer {layer_number}", expected, got)
 
 
 def _check_division(chunk: Any, layout: SharedPromptLayout) -> None:
@@ -240,7 +239,7 @@ def _check_division(chunk: Any, layout: SharedPromptLayout) -> None:
         is_right, got = group.size() == 1, "a whole row"
     if not is_right:
         expected = f"one that is divided among the {group.size()} ranks of Megatron's context-parallel group"
-        raise SharedPromptLayoutError(explain("layout", f"{expected} (divided_layout)", got))
+        raise SharedPromptLayoutError("layout", f"{expected} (divided_layout)", got)
 
 
 def _check_positions(chunk: Any, params: SharedPackedSeqParams, given: Any) -> None:
@@ -251,4 +250,4 @@ def _check_positions(chunk: Any, params: SharedPackedSeqParams, given: Any) -> N
     is_own = isinstance(given, Tensor) and given.shape == own.shape and given.dtype == own.dtype
     if not is_own or given.stride() != own.stride() or checks.address(given) != checks.address(own):
         expected = f"those of the batch as {tuple(own.shape)}, no copy (shared_prompt_forward passes them)"
-        raise SharedPromptLayoutError(explain("position_ids", expected, checks.describe(given)))
+        raise SharedPromptLayoutError("position_ids", expected, checks.describe(given))

@@ -11,7 +11,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ... import checks
-from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptLayoutError
 from ...layout import SharedPromptLayout
@@ -50,7 +49,7 @@ class SharedPackedSeqParams(PackedSeqParams):
             whole = checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts) or its layout").layout
         if whole.position_ids is None:
             expected = "one that knows the positions of its batch (batch.layout of batch.to(device))"
-            raise SharedPromptLayoutError(explain("layout", expected, "a copy without them"))
+            raise SharedPromptLayoutError("layout", expected, "a copy without them")
         self.layout: SharedPromptLayout = whole
         self.position_ids: Tensor = whole.position_ids
         self.num_ranks = 1
@@ -59,7 +58,7 @@ class SharedPackedSeqParams(PackedSeqParams):
             check_divided(layout, whole)
             if layout.num_local_tokens % 2:
                 expected = "an even number of rows a rank (pad_to_multiple_of=2), which Megatron's RoPE halves"
-                raise SharedPromptLayoutError(explain("layout", expected, layout.num_local_tokens))
+                raise SharedPromptLayoutError("layout", expected, layout.num_local_tokens)
             self.layout, self.num_ranks = layout, layout.num_ranks
             self.position_ids = layout.shard(whole.position_ids, dim=-1)
         # Megatron counts the rows of all ranks. A copy from the host would wait for the GPU.
@@ -75,7 +74,7 @@ class SharedPackedSeqParams(PackedSeqParams):
         """
         own = self.position_ids
         if own.dim() != 1:
-            raise SharedPromptLayoutError(explain("layout", "positions of text for this RoPE", "several a token"))
+            raise SharedPromptLayoutError("layout", "positions of text for this RoPE", "several a token")
         if not isinstance(self.layout, ContextLayout):
             return own
         rank = torch.distributed.get_rank(self.layout.group)
@@ -92,7 +91,7 @@ class SharedPackedSeqParams(PackedSeqParams):
     def _unknown(self) -> NoReturn:
         expected = "layers that flash_attn_dualkv.integrations.megatron.install(model_chunks) has prepared"
         got = "an attention or a RoPE that knows nothing of the layout, for which the row is one long sequence"
-        raise SharedPromptLayoutError(explain("packed_seq_params", expected, got))
+        raise SharedPromptLayoutError("packed_seq_params", expected, got)
 
     # AttributeError would be taken for a missing attribute by some; this one is seen.
     max_seqlen_q: Any = property(_unknown)

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 
 from ... import checks
-from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ...parallel.context import ContextLayout
@@ -49,10 +48,9 @@ def replay_routes(model: nn.Module, batch: PackedBatch, routes: Tensor, replayed
         layers = _layers_with_experts(config)
         if len(routes) != tokens or routes.shape[1] not in (config.num_layers, len(layers)):
             expected = f"{tokens} tokens and {config.num_layers} layers, or {len(layers)} with experts"
-            raise SharedPromptError(explain("routes", expected, f"shape {tuple(routes.shape)}"))
+            raise SharedPromptError("routes", expected, f"shape {tuple(routes.shape)}")
         if replayed is not None and (replayed.shape != (tokens,) or replayed.dtype != torch.bool):
-            expected = f"a bool of each of {tokens} tokens"
-            raise SharedPromptError(explain("replayed", expected, checks.describe(replayed)))
+            raise SharedPromptError("replayed", f"a bool of each of {tokens} tokens", checks.describe(replayed))
         of_all = routes.shape[1] == config.num_layers
         places = [number - 1 if of_all else layers.index(number - 1) for number, _ in routers]
         chosen = routes.index_select(1, torch.tensor(places, dtype=torch.int64, device=routes.device))
@@ -67,7 +65,7 @@ def replay_routes(model: nn.Module, batch: PackedBatch, routes: Tensor, replayed
             mask["replay_mask"] = _own_rows(chunk, layout, of_rows)
         if differs.any():
             expected = "the same ones for all tokens that share a row"
-            raise SharedPromptError(explain("routes", expected, f"others in {int(differs.sum())} tokens"))
+            raise SharedPromptError("routes", expected, f"others in {int(differs.sum())} tokens")
     own = _own_rows(chunk, layout, rows).long()
     for place, (_, router) in enumerate(routers):
         router.set_target_indices(own[:, place].contiguous(), **mask)
@@ -91,7 +89,7 @@ def recorded_routes(model: nn.Module, batch: PackedBatch) -> Tensor:
     found = []
     for number, router in sorted(replayed_routers(chunk), key=lambda pair: pair[0]):
         if router.recorded_topk_idx is None:
-            raise SharedPromptError(explain(f"router of layer {number}", "a forward with the action RECORD", "none"))
+            raise SharedPromptError(f"router of layer {number}", "a forward with the action RECORD", "none")
         found.append(router.recorded_topk_idx.int())
     if not found:
         shape = (batch.num_replicated_tokens, 0, chunk.config.moe_router_topk)

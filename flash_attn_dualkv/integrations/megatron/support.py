@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
 
 
@@ -26,7 +25,7 @@ def check_config(config: Any) -> None:
     wrong = next(_unsupported(config), None)
     if wrong is not None:
         name, expected = wrong
-        raise SharedPromptUnsupportedError(explain(name, f"{expected} with shared prompts", getattr(config, name)))
+        raise SharedPromptUnsupportedError(name, f"{expected} with shared prompts", getattr(config, name))
 
 
 def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
@@ -78,10 +77,10 @@ def check_training(model: nn.Module, config: Any) -> None:
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(config, name, None):
             expected = "0 in training mode (one row of a prompt cannot have a draw for each response)"
-            raise SharedPromptError(explain(name, expected, getattr(config, name)))
+            raise SharedPromptError(name, expected, getattr(config, name))
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p))
+            raise SharedPromptError(f"dropout of {name}", "0 in training mode", module.p)
     if not config.num_moe_experts:
         return
     # Prompts count once in what routers sum over tokens, not once for each response.
@@ -89,16 +88,14 @@ def check_training(model: nn.Module, config: Any) -> None:
     coefficients = config.moe_aux_loss_coeff
     coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
     if set(_balancing(config)) - {"none"} and any(coefficients):
-        raise SharedPromptError(explain("moe_aux_loss_coeff", f"0 {advice}", config.moe_aux_loss_coeff))
+        raise SharedPromptError("moe_aux_loss_coeff", f"0 {advice}", config.moe_aux_loss_coeff)
     if config.moe_z_loss_coeff:
-        raise SharedPromptError(explain("moe_z_loss_coeff", f"None {advice}", config.moe_z_loss_coeff))
+        raise SharedPromptError("moe_z_loss_coeff", f"None {advice}", config.moe_z_loss_coeff)
     if "sinkhorn" in _balancing(config):
         expected = "another in training mode (routes depend on all rows)"
-        raise SharedPromptError(explain("moe_router_load_balancing_type", expected, "sinkhorn"))
+        raise SharedPromptError("moe_router_load_balancing_type", expected, "sinkhorn")
     if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
-        raise SharedPromptError(
-            explain("moe_router_bias_update_rate", f"0 {advice}", config.moe_router_bias_update_rate)
-        )
+        raise SharedPromptError("moe_router_bias_update_rate", f"0 {advice}", config.moe_router_bias_update_rate)
 
 
 def _balancing(config: Any) -> list[str]:

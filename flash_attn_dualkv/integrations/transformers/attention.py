@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ... import checks, guard
-from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain
+from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...kernels import max_head_dim
 from ...layout import SharedPromptLayout, check_unpacked
@@ -56,9 +56,9 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
         SharedPromptError: an argument is not as described.
     """
     if not isinstance(name, str) or not name or "flash" in name:
-        raise SharedPromptError(explain("name", 'a name without "flash" in it', repr(name)))
+        raise SharedPromptError("name", 'a name without "flash" in it', repr(name))
     if name in ("eager", "sdpa", "flex_attention"):
-        raise SharedPromptError(explain("name", "a name of its own (wrap() extends a stock attention)", repr(name)))
+        raise SharedPromptError("name", "a name of its own (wrap() extends a stock attention)", repr(name))
     checks.choice("fallback", fallback, FALLBACKS)
     checks.choice("backend", backend, BACKENDS)
 
@@ -90,8 +90,7 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
     known = AttentionInterface._global_mapping
     for name in names:
         if not isinstance(name, str) or name == "eager" or name not in known:
-            expected = f"one of {', '.join(sorted(set(known) - {'eager'}))}"
-            raise SharedPromptError(explain("names", expected, repr(name)))
+            raise SharedPromptError("names", f"one of {', '.join(sorted(set(known) - {'eager'}))}", repr(name))
     for name in names:
         stock = stock_of(known[name])
         AttentionInterface.register(name, in_place_of(stock, _taking_layouts(stock, backend)))
@@ -131,7 +130,7 @@ def _attend(
     if widest > PORTABLE_HEAD_DIM:
         most = MAX_HEAD_DIM if backend == "reference" else max_head_dim(v.device)
         if widest > most:
-            raise SharedPromptUnsupportedError(explain("head_dim", f"at most {most} with a shared prompt", widest))
+            raise SharedPromptUnsupportedError("head_dim", f"at most {most} with a shared prompt", widest)
     tensors = _widen(q), _widen(k), _widen(v)
     options: dict[str, Any] = dict(
         softmax_scale=scaling, sliding_window=window, softcap=softcap, sinks=s_aux, backend=backend
@@ -177,7 +176,7 @@ def _window(attention_mask: Any, sliding_window: int | None) -> int | None:
         return sliding_window
     if sliding_window is not None and sliding_window != attention_mask.window:
         # Stock implementations would disagree here: some look at the argument, others at the mask.
-        raise SharedPromptError(explain("sliding_window", f"{attention_mask.window} (as the mask)", sliding_window))
+        raise SharedPromptError("sliding_window", f"{attention_mask.window} (as the mask)", sliding_window)
     return attention_mask.window
 
 
@@ -193,33 +192,33 @@ def _check_call(
     checks.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
     if query.shape[0] != 1 or query.shape[2] != layout.num_queries:
         expected = f"1 row of {layout.num_queries} tokens (as the layout)"
-        raise SharedPromptError(explain("input_ids", expected, f"{query.shape[0]} of {query.shape[2]}"))
+        raise SharedPromptError("input_ids", expected, f"{query.shape[0]} of {query.shape[2]}")
     if key.shape[2] != layout.num_local_tokens:
         got = f"{key.shape[2]} keys for {query.shape[2]} queries"
-        raise SharedPromptError(explain("shared_prompt_layout", "no KV cache and no virtual tokens", got))
+        raise SharedPromptError("shared_prompt_layout", "no KV cache and no virtual tokens", got)
     if isinstance(attention_mask, Tensor):
         expected = (
             "None with a layout (under a wrapped sdpa: a call through shared_prompt_forward, expect_shared_prompt or "
             "install_layout_hook)"
         )
-        raise SharedPromptError(explain("attention_mask", expected, f"shape {tuple(attention_mask.shape)}"))
+        raise SharedPromptError("attention_mask", expected, f"shape {tuple(attention_mask.shape)}")
     dropout = kwargs.pop("dropout", 0.0)
     if dropout:
-        raise SharedPromptError(explain("dropout of attention", "0 with a shared prompt", dropout))
+        raise SharedPromptError("dropout of attention", "0 with a shared prompt", dropout)
     is_causal = kwargs.pop("is_causal", None)
     if isinstance(attention_mask, DeferredMask):
         attention_mask.replace()
         if attention_mask.others and attention_mask.is_causal:
             expected, others = "a causal or sliding-window one with a layout", ", ".join(attention_mask.others)
-            raise SharedPromptError(explain("attention_mask", expected, f"one made of {others}"))
+            raise SharedPromptError("attention_mask", expected, f"one made of {others}")
         # The mask decides: some models pass is_causal=False with it, for sdpa's sake.
         is_causal = attention_mask.is_causal
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
-        raise SharedPromptError(explain("is_causal", "True with a shared prompt", False))
+        raise SharedPromptError("is_causal", "True with a shared prompt", False)
     if kwargs.get("output_attentions"):
-        raise SharedPromptError(explain("output_attentions", "False (weights are never formed)", True))
+        raise SharedPromptError("output_attentions", "False (weights are never formed)", True)
     refuse_unknown(module, kwargs)
 
 
@@ -228,7 +227,7 @@ def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     unknown = sorted({name for name, value in kwargs.items() if value is not None and value is not False} - _HARMLESS)
     if unknown:
         expected = "no arguments of attention that this library does not implement"
-        raise SharedPromptError(explain(type(module).__name__, expected, ", ".join(unknown)))
+        raise SharedPromptError(type(module).__name__, expected, ", ".join(unknown))
 
 
 # --- without a layout -----------------------------------------------------------------------------
@@ -247,11 +246,11 @@ def _attend_without_layout(
     chosen = [name for name in _CHOSEN_KEYS if kwargs.get(name) is not None]
     if chosen:
         expected = "stock attention (sdpa or eager) for a model that chooses keys with an indexer"
-        raise SharedPromptUnsupportedError(explain("attn_implementation", expected, f"one that gets {chosen[0]}"))
+        raise SharedPromptUnsupportedError("attn_implementation", expected, f"one that gets {chosen[0]}")
     beyond_sdpa = [name for name in _BEYOND_SDPA if kwargs.get(name) is not None]
     if fallback == "sdpa" and beyond_sdpa:
         expected = 'attention that sdpa offers (or register(fallback="eager"))'
-        raise SharedPromptError(explain("fallback", expected, ", ".join(beyond_sdpa)))
+        raise SharedPromptError("fallback", expected, ", ".join(beyond_sdpa))
     if fallback == "sdpa" or (fallback == "auto" and not beyond_sdpa):
         sdpa = AttentionInterface._global_mapping["sdpa"]
         query, key = _in_type_of(value, query, key)
@@ -259,7 +258,7 @@ def _attend_without_layout(
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         expected = f"a model file with an eager attention ({type(module).__module__} has none)"
-        raise SharedPromptError(explain("fallback", expected, repr(fallback)))
+        raise SharedPromptError("fallback", expected, repr(fallback))
     return eager(module, query, key, value, _additive(attention_mask, query, key), **kwargs)
 
 
@@ -299,7 +298,7 @@ def _refusing_attention(name: str, stock: Callable[..., Any]) -> Callable[..., A
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("shared_prompt_layout") is not None:
             expected = "a registered or wrapped attention in every layer that gets a layout"
-            raise SharedPromptLayoutError(explain(type(module).__name__, expected, repr(name)))
+            raise SharedPromptLayoutError(type(module).__name__, expected, repr(name))
         return stock(module, *args, **kwargs)
 
     return attention
@@ -321,7 +320,7 @@ def _taking_layouts(without_layout: Callable[..., Any], backend: str) -> Any:
         if shared_prompt_layout is None:
             return without_layout(module, query, key, value, _stock_mask(attention_mask, kwargs), *args, **kwargs)
         if args:
-            raise SharedPromptError(explain("attention", "options as keyword arguments", f"{len(args)} by position"))
+            raise SharedPromptError("attention", "options as keyword arguments", f"{len(args)} by position")
         return _attend(module, (query, key, value), attention_mask, shared_prompt_layout, backend, kwargs)
 
     setattr(attention, TAKES_LAYOUT, True)

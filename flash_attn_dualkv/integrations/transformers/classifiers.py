@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from ... import checks
-from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ...host import offsets_of, to_device, untraced
@@ -93,15 +92,15 @@ def check_classifier(model: Any) -> None:
     """SharedPromptError for a transformers model that is not exact, or is none with a head on each row."""
     if not isinstance(model, (GenericForSequenceClassification, GenericForTokenClassification)):
         expected = "a *ForSequenceClassification or *ForTokenClassification with transformers' generic head"
-        raise SharedPromptError(explain("model", expected, type(model).__name__))
+        raise SharedPromptError("model", expected, type(model).__name__)
     if has_foreign_forward(model):
         # What it does behind the backbone would be left out.
         got = f"a {type(model).__name__} with a forward of its own"
-        raise SharedPromptError(explain("model", "transformers' own forward of a classifier", got))
+        raise SharedPromptError("model", "transformers' own forward of a classifier", got)
     # An attribute of Cohere Compass, whose forward may take another row, or the mean of all.
     if (pooling := getattr(model, "pooling", "eos")) != "eos":
         expected = '"eos", the value of the last token that is not padding'
-        raise SharedPromptError(explain(f"pooling of {type(model).__name__}", expected, repr(pooling)))
+        raise SharedPromptError(f"pooling of {type(model).__name__}", expected, repr(pooling))
     check_supported(model.config)
 
 
@@ -122,7 +121,7 @@ def _values_as_wrapped(stock: Callable[..., Any], classifier: Any, rows: Tensor,
     with kept_outputs(classifier.score) as found:
         stock(**{**inputs, "attention_mask": None, "return_dict": True})
     if len(found) != 1:
-        raise SharedPromptError(explain("model", "a forward that calls its head once", f"{len(found)} calls"))
+        raise SharedPromptError("model", "a forward that calls its head once", f"{len(found)} calls")
     output: Tensor = found[0]
     return output[0].index_select(0, rows.to(output.device)).to(rows.device)
 
@@ -131,7 +130,7 @@ def _pooled_rows(classifier: Any, batch: PackedBatch) -> Tensor:
     """(B,): the rows that sequence classification reads where it has each sequence in a row of its own."""
     if not isinstance(classifier, GenericForSequenceClassification):
         expected = "rows whose values are wanted (batch.token_index, for example): it has one a token"
-        raise SharedPromptError(explain("rows", expected, f"None with a {type(classifier).__name__}"))
+        raise SharedPromptError("rows", expected, f"None with a {type(classifier).__name__}")
     last_rows = batch.last_rows  # refuses a sequence without tokens
     padding = text_config(classifier.config).pad_token_id
     if padding is None:

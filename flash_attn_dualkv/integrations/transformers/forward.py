@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
-from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptTypeError
 from ...host import to_device, untraced
@@ -209,7 +208,7 @@ def shared_prompt_logits(
     read = checked_rows(rows, batch)
     rows = to_device([read], batch.input_ids.device)[0]
     if not callable(reduce):
-        raise SharedPromptTypeError(explain("reduce", "a function of logits and a slice", checks.describe(reduce)))
+        raise SharedPromptTypeError("reduce", "a function of logits and a slice", checks.describe(reduce))
 
     def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
         begins = range(0, max(1, len(hidden)), rows)
@@ -226,13 +225,11 @@ def _reduced(reduce: Callable[[Tensor, slice], tuple[Tensor, ...]], logits: Tens
     count = len(logits)
     made: Any = reduce(logits, at)
     if isinstance(made, Tensor) or not all(isinstance(one, Tensor) for one in checks.items("reduce", made, "tensors")):
-        raise SharedPromptTypeError(
-            explain("reduce", "a function that returns a tuple of tensors", checks.describe(made))
-        )
+        raise SharedPromptTypeError("reduce", "a function that returns a tuple of tensors", checks.describe(made))
     for one in made:
         if one.dim() == 0 or len(one) != count:
             got = f"one of shape {tuple(one.shape)}"
-            raise SharedPromptError(explain("reduce", f"tensors with a value for each of {count} rows", got))
+            raise SharedPromptError("reduce", f"tensors with a value for each of {count} rows", got)
     return tuple(made)
 
 
@@ -241,7 +238,7 @@ def checked_rows(rows: Any, batch: PackedBatch) -> Tensor:
     checks.indices("rows", rows, batch.input_ids.device)
     most = batch.layout.num_tokens
     if rows.device.type == "cpu" and ((rows < 0) | (rows >= most)).any():
-        raise SharedPromptError(explain("rows", f"rows of the batch, 0 to {most - 1}", rows.tolist()))
+        raise SharedPromptError("rows", f"rows of the batch, 0 to {most - 1}", rows.tolist())
     return rows
 
 
@@ -286,15 +283,14 @@ def check_forward(causal_lm: Any) -> str:
     check_attention(causal_lm.config)
     name = backbone_name(causal_lm)
     if name is None or causal_lm.get_output_embeddings() is None:
-        raise SharedPromptError(explain("model", "a causal LM (a backbone with a head)", type(causal_lm).__name__))
+        raise SharedPromptError("model", "a causal LM (a backbone with a head)", type(causal_lm).__name__)
     if "logits_to_keep" not in inspect.signature(type(causal_lm).forward).parameters:
-        expected = "a forward that takes logits_to_keep"
-        raise SharedPromptError(explain("model", expected, f"that of {type(causal_lm).__name__}"))
+        raise SharedPromptError("model", "a forward that takes logits_to_keep", f"that of {type(causal_lm).__name__}")
     # A unit that communicates in every call would hang: ranks have different numbers of chunks.
     for module in head_modules(causal_lm, name):
         if any(hasattr(module, mark) for mark in _FSDP_UNIT):
             expected = "an LM head in the root's FSDP unit"
-            raise SharedPromptError(explain("model", expected, "an LM head that is an FSDP unit of its own"))
+            raise SharedPromptError("model", expected, "an LM head that is an FSDP unit of its own")
     return name
 
 
@@ -304,7 +300,7 @@ def check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
     found = (one for one in causal_lm.get_input_embeddings().modules() if isinstance(one, nn.Embedding))
     size = next((one.num_embeddings for one in found), None)
     if size is not None and batch.max_token >= size:
-        raise SharedPromptError(explain("batch", f"token ids below {size}, the vocabulary", batch.max_token))
+        raise SharedPromptError("batch", f"token ids below {size}, the vocabulary", batch.max_token)
 
 
 @dataclass(frozen=True)
@@ -356,7 +352,7 @@ class _Scorer:
             stock(**{**inputs, "logits_to_keep": slice(0, 1), "return_dict": True})
         if len(outputs) != 1 or not hasattr(outputs[0], "last_hidden_state"):
             expected = "a forward that calls its backbone once and takes last_hidden_state from it"
-            raise SharedPromptError(explain("model", expected, f"{len(outputs)} calls"))
+            raise SharedPromptError("model", expected, f"{len(outputs)} calls")
         return outputs[0]
 
 

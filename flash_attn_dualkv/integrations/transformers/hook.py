@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import checks, guard
-from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...layout import SharedPromptLayout, check_unpacked
 from .admission.check import check_first_use
@@ -72,7 +71,7 @@ def _check_inputs(layout: Any, inputs: dict[str, Any], model: nn.Module) -> None
     position_ids = inputs.get("position_ids")
     if position_ids is None:
         expected = "batch.position_ids[None] with a shared prompt"
-        raise SharedPromptLayoutError(explain("position_ids", expected, "none, so that the model would count rows"))
+        raise SharedPromptLayoutError("position_ids", expected, "none, so that the model would count rows")
     check_one_row(position_ids)
     layout.check_positions(position_ids)
     layout.check_ids(inputs.get("input_ids"))
@@ -98,7 +97,7 @@ def _check_output(output: Any, layout: SharedPromptLayout, inputs: dict[str, Any
     """
     if isinstance(output, Mapping) and output.get("loss") is not None and inputs.get("shift_labels") is None:
         expected = "that of shift_labels=batch.labels[None] with a shared prompt"
-        raise SharedPromptError(explain("loss", expected, f"one of other labels of {type(output).__name__}"))
+        raise SharedPromptError("loss", expected, f"one of other labels of {type(output).__name__}")
     kept = inputs.get("logits_to_keep")
     rows = [layout.num_local_tokens, kept.numel() if isinstance(kept, Tensor) else kept]
     for name, one in _results(output):
@@ -108,7 +107,7 @@ def _check_output(output: Any, layout: SharedPromptLayout, inputs: dict[str, Any
         if not any(size in rows for size in one.shape[: max(2, one.dim() - 1)]):
             expected = "one value for each row of the packed batch (a backbone, a causal LM, token classification)"
             advice = "one for the whole row, in which all sequences lie (give each a row of its own, without a layout)"
-            raise SharedPromptError(explain(f"{name} of the model", expected, f"shape {tuple(one.shape)}: {advice}"))
+            raise SharedPromptError(f"{name} of the model", expected, f"shape {tuple(one.shape)}: {advice}")
 
 
 def _results(output: Any) -> list[tuple[str, Tensor]]:

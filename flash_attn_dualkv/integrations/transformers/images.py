@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
-from ...checks import describe, explain
+from ...checks import describe
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ...parallel.sharded import DividedLayout, check_divided
@@ -62,17 +62,17 @@ def check_images(model: nn.Module, names: Iterable[str]) -> None:
     kind = getattr(causal_lm.config, "model_type", None)
     if kind in BOTH_WAYS:
         expected = "text alone with a shared prompt (tokens of an image see each other both ways)"
-        raise SharedPromptUnsupportedError(explain(f"images of {kind}", expected, ", ".join(sorted(names))))
+        raise SharedPromptUnsupportedError(f"images of {kind}", expected, ", ".join(sorted(names)))
     if kind not in FAMILIES:
         expected = f"text alone with a shared prompt, or one of {', '.join(sorted(FAMILIES))}"
-        raise SharedPromptUnsupportedError(explain("images", expected, f"{kind} with {', '.join(sorted(names))}"))
+        raise SharedPromptUnsupportedError("images", expected, f"{kind} with {', '.join(sorted(names))}")
     if others := sorted({*names} - INPUTS - {"mm_token_type_ids"}):
-        raise SharedPromptUnsupportedError(explain(f"images of {kind}", ", ".join(sorted(INPUTS)), ", ".join(others)))
+        raise SharedPromptUnsupportedError(f"images of {kind}", ", ".join(sorted(INPUTS)), ", ".join(others))
     for tower in towers_of(causal_lm):
         for name, module in tower.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
                 expected = "0 in training mode (images of a group have one mask, not one for each of its samples)"
-                raise SharedPromptUnsupportedError(explain(f"dropout of a tower's {name}", expected, module.p))
+                raise SharedPromptUnsupportedError(f"dropout of a tower's {name}", expected, module.p)
 
 
 def row_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout | None = None) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _divided_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout)
     check_divided(layout, batch.layout)
     if batch.images:
         expected = "none in a row that ranks divide: the tokens of an image may lie on several"
-        raise SharedPromptUnsupportedError(explain("images", expected, ", ".join(batch.images)))
+        raise SharedPromptUnsupportedError("images", expected, ", ".join(batch.images))
     inputs = row_inputs(model, batch)
     for name, one in inputs.items():
         if isinstance(one, Tensor):
@@ -174,26 +174,26 @@ def images_of_samples(
             continue
         pixels, grids = media[medium.pixels], media.get(medium.grids)
         if grids is None:
-            raise SharedPromptError(explain(medium.grids, f"grids beside {medium.pixels}", "none"))
+            raise SharedPromptError(medium.grids, f"grids beside {medium.pixels}", "none")
         is_placeholder = (input_ids == _token(config, medium)) & attention_mask.bool()
         counts, patches = is_placeholder.sum(1).tolist(), grids.prod(-1).tolist()
         ends = [0, *accumulate(patches)]
         if ends[-1] != len(pixels):
-            raise SharedPromptError(explain(medium.pixels, f"{ends[-1]} patches, as {medium.grids}", len(pixels)))
+            raise SharedPromptError(medium.pixels, f"{ends[-1]} patches, as {medium.grids}", len(pixels))
         found |= {medium.pixels: [], medium.grids: []}
         begin = 0
         for sample, end in enumerate(accumulate(counts)):
             last = bisect_left(ends, end * merged, begin)
             if last == len(ends) or ends[last] != end * merged:
                 expected, got = "images that fill its placeholders", f"{counts[sample]} of these"
-                raise SharedPromptError(explain(f"{medium.pixels} of sample {sample}", expected, got))
+                raise SharedPromptError(f"{medium.pixels} of sample {sample}", expected, got)
             found[medium.pixels].append(pixels[ends[begin] : ends[last]] if last > begin else None)
             found[medium.grids].append(grids[begin:last] if last > begin else None)
             begin = last
         if begin + 1 < len(ends):
-            raise SharedPromptError(explain(medium.grids, f"{begin} images, as placeholders say", len(grids)))
+            raise SharedPromptError(medium.grids, f"{begin} images, as placeholders say", len(grids))
     if not found:
-        raise SharedPromptError(explain("images", "pixels of the tokens that are marked as images", ", ".join(media)))
+        raise SharedPromptError("images", "pixels of the tokens that are marked as images", ", ".join(media))
     return found
 
 
@@ -232,12 +232,12 @@ def check_placeholders(config: Any, batch: PackedBatch) -> None:
             name = f"{medium.pixels} of the group of sample {first[group]}"
             patches = 0 if grids is None else int(grids.prod(-1).sum())
             if patches != (0 if pixels is None else len(pixels)):
-                raise SharedPromptError(explain(name, f"{patches} patches, as its {medium.grids}", describe(pixels)))
+                raise SharedPromptError(name, f"{patches} patches, as its {medium.grids}", describe(pixels))
             tokens = patches // config.vision_config.spatial_merge_size**2
             behind = sum(counts[root + 1 : following])
             if tokens != counts[root] or behind:
                 expected = f"{tokens} placeholders in the prompt, its last token none (token {_token(config, medium)})"
-                raise SharedPromptError(explain(name, expected, f"{counts[root]}, and {behind} behind it"))
+                raise SharedPromptError(name, expected, f"{counts[root]}, and {behind} behind it")
 
 
 def _of_group(batch: PackedBatch, name: str, group: int) -> Tensor | None:
@@ -319,4 +319,4 @@ def check_row_images(model: nn.Module, position_ids: Tensor, inputs: Mapping[str
     check_images(model, media)
     if position_ids.dim() != 3:
         expected = "those of images, (n, 1, T) as row_inputs gives them"
-        raise SharedPromptError(explain("position_ids", expected, describe(position_ids)))
+        raise SharedPromptError("position_ids", expected, describe(position_ids))

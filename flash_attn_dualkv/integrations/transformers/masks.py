@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ... import guard
-from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
 from ..common.patching import closure_of
 
@@ -104,7 +103,7 @@ class DeferredMask:
     @staticmethod
     def _error() -> _MaskError:
         expected = "a model that leaves its mask to its attention layers, which all run on a registered attention"
-        return _MaskError(explain("model", expected, "one that computes with the mask itself"))
+        return _MaskError("model", expected, "one that computes with the mask itself")
 
     def _tensor(self, **changes: Any) -> Tensor:
         """The mask for a model that reads it: there is one, even if it is plainly causal."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ...checks import explain
 from ...errors import SharedPromptError
 from ..common.patching import in_place_of, replace_once
 from .admission.table import check_one_row
@@ -45,7 +44,7 @@ def check_labels(labels: Any, shift_labels: Any) -> None:
     """SharedPromptError for labels that a model would shift itself: a packed row's next token is not the next row's."""
     if labels is not None and shift_labels is None:
         expected = "shift_labels=batch.labels[None] beside labels=batch.labels[None] with a shared prompt"
-        raise SharedPromptError(explain("labels", expected, "labels alone, which the model would shift by a row"))
+        raise SharedPromptError("labels", expected, "labels alone, which the model would shift by a row")
 
 
 def _checked_loss(stock: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:
@@ -80,7 +79,7 @@ def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
             names = vars(sys.modules[type(model).__module__])
             if any(name.endswith("ATTENTION_CLASSES") for name in names):
                 expected = "a model whose attention goes through transformers' interface (a newer version may have it)"
-                raise SharedPromptError(explain("attn_implementation", expected, type(model).__name__))
+                raise SharedPromptError("attn_implementation", expected, type(model).__name__)
         if requested_attention in own_names and _check_positions not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(_check_positions, with_kwargs=True)
         return stock(model, requested_attention, *args, **kwargs)

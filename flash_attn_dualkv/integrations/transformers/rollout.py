@@ -127,7 +127,7 @@ def _switch_attention(stock: Any, manager: Any, model: Any, *args: Any, **kwargs
     check_decodes(model)
     if manager not in _managers and manager.batch_processor is not None:
         expected = "one of after register_decode() (model.destroy_cached_continuous_batching_manager() drops it)"
-        raise SharedPromptError(explain("the manager that the model has kept", expected, "one of stock batching"))
+        raise SharedPromptError("the manager that the model has kept", expected, "one of stock batching")
     _managers.add(manager)
     for config in (model.config, text_config(model.config)):
         config._attn_implementation_internal = NAMES[model.device.type == "cpu"]
@@ -145,7 +145,7 @@ def _offer_tables(stock: Any, config: Any, cb_config: Any, *args: Any, **kwargs:
         warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=3)
         cb_config.max_blocks_per_request = 0
     elif cb_config.max_blocks_per_request != 0 and (size := _page_size(cb_config)) % PAGE_ROWS:
-        raise SharedPromptError(explain("page_size", f"a multiple of {PAGE_ROWS}", size))
+        raise SharedPromptError("page_size", f"a multiple of {PAGE_ROWS}", size)
 
 
 def _decide_graphs(stock: Any, cb_config: Any, is_attn_mask_needed: bool, cuda_graph_requested: bool) -> None:
@@ -329,7 +329,7 @@ def attend(
     rollout, cache = kwargs.pop(ROLLOUT, None), kwargs.pop("cache", None)
     if rollout is None:
         expected = "another outside of continuous batching"
-        raise SharedPromptError(explain("attn_implementation", expected, module.config._attn_implementation))
+        raise SharedPromptError("attn_implementation", expected, module.config._attn_implementation)
     layer = int(module.layer_idx)
     query, key = query.to(value.dtype), key.to(value.dtype)
     batch = {name: kwargs.pop(name, None) for name in _OF_BATCHES}
@@ -341,7 +341,7 @@ def attend(
     options |= dict(softcap=kwargs.pop("softcap", None) or 0.0, sinks=kwargs.pop("s_aux", None))
     if attention_mask is not None or kwargs.pop("dropout", 0.0) or kwargs.pop("is_causal", True) is False:
         expected, got = "causal attention", "a mask, dropout, or attention that is not causal"
-        raise SharedPromptError(explain(type(module).__name__, expected, got))
+        raise SharedPromptError(type(module).__name__, expected, got)
     refuse_unknown(module, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     run = rollout.attend if batch["block_table"] is None else rollout.decode

@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from ...checks import explain
 from ...data.batch import IGNORED_LABEL, PackedBatch, pack
 from ...data.samples import Beside, Samples, read_padded
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
@@ -244,10 +243,10 @@ class SharedValues(SharedForward):
         check_classifier(causal_lm)
         kind = type(causal_lm).__name__
         if not isinstance(causal_lm, GenericForSequenceClassification):
-            raise SharedPromptError(explain("model", "a *ForSequenceClassification", kind))
+            raise SharedPromptError("model", "a *ForSequenceClassification", kind)
         if sharing.options.min_shared is None:
             got = f"None for a {kind}, whose sequences have no prompts of their own"
-            raise SharedPromptError(explain("min_shared", "a number", got))
+            raise SharedPromptError("min_shared", "a number", got)
         super().__init__(sharing, causal_lm)
 
     def answer(self, *args: Any, **inputs: Any) -> Any:

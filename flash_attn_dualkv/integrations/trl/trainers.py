@@ -10,11 +10,11 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
-from ...checks import explain
 from ...data.plan import MIN_SHARED
 from ...errors import SharedPromptError
+from ...parallel.agreement import all_ranks, largest_of_ranks
 from ..common.options import PREFIX, REASONS, Options, Refusal
-from ..common.pipeline import Verification, difference, savings, worst_of_ranks
+from ..common.pipeline import Verification, difference, savings
 from .regroup import keep_siblings_together
 from .sharing import Sharing
 
@@ -81,7 +81,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self._verification = Verification(verify_first_steps, "policy")
         if verify_first_steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
             got = f"{verify_first_steps} for a {type(self).__name__}"
-            raise SharedPromptError(explain("verify_first_steps", "0 for a trainer without rollouts", got))
+            raise SharedPromptError("verify_first_steps", "0 for a trainer without rollouts", got)
         self._sharing: Sharing | None = None
         self._known_reasons: set[str] = set()
         self._logged: dict[str, list[float]] = {}  # numbers since the last line of the log, by mode
@@ -118,7 +118,8 @@ class SharedPromptMixin(SiblingsTogetherMixin):
 
     def _agrees(self: Any, logps: Tensor, expected: Tensor) -> bool:
         """True if all ranks have stock attention's log-probabilities; if not, switches off."""
-        largest, mean = worst_of_ranks(difference(logps, expected, (expected != 0).sum().clamp(min=1)))
+        found = difference(logps, expected, (expected != 0).sum().clamp(min=1))
+        largest, mean = largest_of_ranks(found.tolist(), all_ranks())
         self._metrics["train"]["shared_prompt/logp_difference"].append(largest)
         is_precise = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
         tolerance = TOLERANCES[32 if is_precise else 16]

@@ -24,7 +24,6 @@ from verl.utils.megatron.router_replay_utils import (
 from verl.utils.megatron_utils import unwrap_model
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead, transformer_impl
 
-from ...checks import explain
 from ...data.batch import PackedBatch
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
@@ -174,7 +173,7 @@ class _SharedPrompts(SharedPrompts):
             found = self._routes_of(micro_batch)
             if found is None:
                 expected = "routes to be replayed, which compute_log_prob (R2) or the rollout (R3) has recorded"
-                raise SharedPromptError(explain("routed_experts", expected, None))
+                raise SharedPromptError("routed_experts", expected, None)
             values: list[Any] = [None if part is None else part.values().to(batch.input_ids.device) for part in found]
             replay_routes(model, batch, *values)
             set_model_router_replay_action(chunk, RouterReplayAction.REPLAY_FORWARD)

@@ -18,10 +18,11 @@ from ...data.given import position_rows
 from ...data.plan import checked_tree, plan
 from ...data.prefix_tree import PrefixTree
 from ...data.samples import Beside, Samples, read_jagged
-from ...data.split import below, largest_of_ranks, on_equal_terms, split_by_token_budget
+from ...data.split import below, on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...host import offsets_of, take
 from ...layout import SharedPromptLayout
+from ...parallel.agreement import largest_of_ranks
 from ..common.options import Options
 from ..transformers.admission.table import is_mark_of_text
 from ..transformers.packed_forward import without_positions

@@ -22,7 +22,6 @@ from verl.utils import ulysses
 from verl.utils.activation_offload import ActivationHandler
 from verl.workers.engine.fsdp import transformer_impl
 
-from ...checks import explain
 from ...errors import SharedPromptError
 from ..common.patching import replace_once
 from ..transformers.admission import unwrap
@@ -88,7 +87,7 @@ def decoder_of(model: nn.Module) -> Any:
     for name, module in decoder.named_modules():
         if is_replaced(module) and not (module is decoder and type(decoder) in _transformers):
             expected = "transformers' forward (load this package before the process builds its first model with verl)"
-            raise SharedPromptError(explain(name or "model", expected, f"that of {type(module).forward.__module__}"))
+            raise SharedPromptError(name or "model", expected, f"that of {type(module).forward.__module__}")
     if is_replaced(decoder):
         # verl's takes anything, and hands it on: which arguments there are, transformers' says.
         type(decoder).forward.__wrapped__ = _transformers[type(decoder)]

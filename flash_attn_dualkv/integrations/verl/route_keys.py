@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import explain
 from ...data.pack import group_by_prompt
 from ...errors import SharedPromptError
 from ...host import take
@@ -36,7 +35,7 @@ def route_keys(input_ids: Any, routes: Any, replayed: Tensor | None = None) -> T
     tokens = input_ids.values().long()
     if not torch.equal(routes.offsets().diff().cpu(), input_ids.offsets().diff().cpu()):
         expected = f"routes of the {len(tokens)} tokens of all samples"
-        raise SharedPromptError(explain("routed_experts", expected, f"of {len(routes.values())}"))
+        raise SharedPromptError("routed_experts", expected, f"of {len(routes.values())}")
     values = routes.values().to(tokens.device).flatten(1)
     if replayed is not None:
         values = values.masked_fill(~replayed.values().to(tokens.device)[:, None], -1)

@@ -18,7 +18,7 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import EngineRegistry
 
 from ...data.batch import PackedBatch
-from ...data.split import largest_of_ranks
+from ...parallel.agreement import all_ranks, largest_of_ranks
 from ..common.options import PREFIX, REASONS, Options, Refusal, kernels_refusal
 from ..common.patching import replace_once
 from ..common.pipeline import Verification
@@ -96,11 +96,10 @@ class SharedPrompts:
         if not self.options.enabled:
             return
         self.refusal = own = attach()
-        world = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
-        (is_refused,) = largest_of_ranks([own is not None], world)
+        (is_refused,) = largest_of_ranks([own is not None], all_ranks())
         if is_refused and own is None:
             self.refusal = "another rank cannot share its part of the model, and says why"
-        if own is not None or world is None or torch.distributed.get_rank() == 0:
+        if own is not None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             state = "are shared" if self.refusal is None else f"are NOT shared: {self.refusal}"
             logger.warning("flash_attn_dualkv: prompts of %s %s", name, state)
 

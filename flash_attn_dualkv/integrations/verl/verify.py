@@ -12,10 +12,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
 
+from ...parallel.agreement import all_ranks, largest_of_ranks
 from ..common.options import PREFIX
-from ..common.pipeline import difference, worst_of_ranks
+from ..common.pipeline import difference
 from .micro_batches import Lengths
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[b
     found = [0.0, 0.0]
     if stock:
         found = _difference(shared["model_output"], stock["model_output"], Lengths.of(data)).tolist()
-    own = torch.tensor([*found, difference_of_norms(norm, expected)], device=get_device_name())
-    largest, mean, off = worst_of_ranks(own)
+    largest, mean, off = largest_of_ranks([*found, difference_of_norms(norm, expected)], all_ranks())
     agree: bool | None = mean <= MOST_MEAN_DIFFERENCE and off <= MOST_NORM_DIFFERENCE
     text = f"largest difference of a score {largest:.2e}, mean {mean:.2e}, gradient norm {off:.2%}"
     if not math.isfinite(expected):

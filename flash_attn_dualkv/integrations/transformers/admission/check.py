@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError
 from .. import hybrid, query_pruning
 from .probe import Trial, is_trying
@@ -61,7 +60,7 @@ def check_first_use(
         return
     if device.type == "meta":
         expected = "inputs that have values (batch.to(device) of a batch that was packed from such)"
-        raise SharedPromptError(explain("batch", expected, "one on meta"))
+        raise SharedPromptError("batch", expected, "one on meta")
     with lock_of(stock):
         hybrid.prepare(stock)
         query_pruning.prepare(stock)

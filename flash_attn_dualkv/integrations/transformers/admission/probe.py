@@ -33,6 +33,7 @@ from ....checks import explain
 from ....data.batch import PackedBatch
 from ....data.pack import pack_shared_prompts
 from ....errors import SharedPromptError
+from ....parallel.agreement import all_ranks, largest_of_ranks
 from ....scores import current_autocast
 from ...common.buffers import Kept, described
 from .nudge import nudged
@@ -244,12 +245,8 @@ class Trial:
 
     def _agreed(self, flag: bool) -> bool:
         """True if a condition holds on any rank that runs the same forwards, so that all run equally many."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return flag
-        value = torch.tensor(float(flag), device=self.device)
-        for group in _groups(self.outermost):
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
-        return bool(value.item())
+        (largest,) = largest_of_ranks([flag], *(_groups(self.outermost) if all_ranks() is not None else ()))
+        return bool(largest)
 
     def _alone(self, pair: Pair) -> Outcome:
         """From one forward per sequence; state is one forward's, as in a micro-batch."""
@@ -328,7 +325,7 @@ class Trial:
                         raise
             if not outputs:
                 got = f"one around {type(self.entry).__name__} that does not"
-                raise SharedPromptError(explain("model", "a forward that calls its decoder", got))
+                raise SharedPromptError("model", "a forward that calls its decoder", got)
             hidden = outputs[0][0]
         head = self.entry.get_output_embeddings()
         # Heads such as ELECTRA's have a layer before the projection.

@@ -61,9 +61,9 @@ def check_supported(config: Any) -> None:
         SharedPromptError: names what is not supported.
     """
     if not hasattr(config, "get_text_config"):
-        raise SharedPromptTypeError(explain("config", "a transformers configuration (model.config)", describe(config)))
+        raise SharedPromptTypeError("config", "a transformers configuration (model.config)", describe(config))
     for refusal in _refusals(config):
-        raise SharedPromptError(explain(*refusal))
+        raise SharedPromptError(*refusal)
 
 
 def _refusals(config: Any) -> Iterator[tuple[str, str, Any]]:
@@ -107,7 +107,7 @@ def check_attention(config: Any) -> None:
     implementation = text_config(config)._attn_implementation
     if not hasattr(AttentionInterface._global_mapping.get(implementation), TAKES_LAYOUT):
         expected = 'a registered or wrapped attention (attn_implementation="dualkv" after register())'
-        raise SharedPromptError(explain("model", expected, repr(implementation)))
+        raise SharedPromptError("model", expected, repr(implementation))
 
 
 def kernels_lack(config: Any) -> str | None:
@@ -179,11 +179,11 @@ def check_positions(backbone: nn.Module) -> None:
     """
     if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
         expected = "a backbone whose forward takes position_ids"
-        raise SharedPromptError(explain("model", expected, f"that of {type(backbone).__name__}"))
+        raise SharedPromptError("model", expected, f"that of {type(backbone).__name__}")
     for name, table in _position_tables(backbone):
         # RoBERTa and its like reserve a position for padding: the first token gets the next one.
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            raise SharedPromptError(explain(name, "positions that begin at 0", f"{table.padding_idx + 1}"))
+            raise SharedPromptError(name, "positions that begin at 0", f"{table.padding_idx + 1}")
 
 
 def check_length(model: Any, longest: int) -> None:
@@ -202,7 +202,7 @@ def check_length(model: Any, longest: int) -> None:
         most = rows - getattr(table, "offset", 0)
         if longest > most:
             expected = f"sequences of at most {most} tokens, as {name} of {type(model).__name__} has no more positions"
-            raise SharedPromptError(explain("batch", expected, longest))
+            raise SharedPromptError("batch", expected, longest)
 
 
 def _position_tables(backbone: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -219,7 +219,7 @@ def check_one_row(position_ids: Any) -> None:
     """
     if isinstance(position_ids, Tensor) and (position_ids.dim() < 2 or position_ids.shape[-2] != 1):
         expected = "batch.position_ids[None] with a shared prompt, (1, T), or (n, 1, T) where images have several"
-        raise SharedPromptLayoutError(explain("position_ids", expected, f"shape {tuple(position_ids.shape)}"))
+        raise SharedPromptLayoutError("position_ids", expected, f"shape {tuple(position_ids.shape)}")
 
 
 # Images

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ....checks import explain
 from ....errors import SharedPromptError
 
 # Attributes in which wrappers (DDP, FSDP1, torch.compile, accelerate, DeepSpeed) keep the model.
@@ -35,7 +34,7 @@ def causal_lm_of(model: nn.Module) -> Any:
         elif wrapped:
             inner = wrapped[0]
         else:
-            raise SharedPromptError(explain("model", "a transformers model, wrapped or not", type(model).__name__))
+            raise SharedPromptError("model", "a transformers model, wrapped or not", type(model).__name__)
     return inner
 
 
@@ -170,7 +169,7 @@ class _Replacement:
         output = model(**inputs)
         if not self._has_answered:
             got = f"a {type(model).__name__} that calls a forward which it has kept (a disabled adapter may do so)"
-            raise SharedPromptError(explain("model", "a wrapper that calls the transformers model itself", got))
+            raise SharedPromptError("model", "a wrapper that calls the transformers model itself", got)
         return output
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
@@ -181,7 +180,7 @@ class _Replacement:
             if inputs.get(name):
                 expected = "a model whose wrappers and adapters call it once, for its log-probabilities"
                 got = f"a call with {name}=True (an adapter looks into the model, and cannot be shared)"
-                raise SharedPromptError(explain("model", expected, got))
+                raise SharedPromptError("model", expected, got)
         self._has_answered = True
         return self._forward(self._stock, *args, **inputs)
 

@@ -11,7 +11,6 @@ from importlib import metadata
 import torch
 from packaging.version import Version
 
-from ....checks import explain
 from ....errors import SharedPromptError
 
 _HOPPER = 9
@@ -39,7 +38,7 @@ def check_gated_backward(device: torch.device) -> None:
         return
     expected = "Triton 3.7.1 or newer, or tilelang beside fla-core 0.6.0 or newer, to train on a Hopper GPU"
     got = f"Triton {triton}, whose gradients of the gated delta rule are wrong there"
-    raise SharedPromptError(explain("flash-linear-attention", expected, got))
+    raise SharedPromptError("flash-linear-attention", expected, got)
 
 
 def _version(distribution: str) -> Version | None:

@@ -23,7 +23,6 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .... import guard
-from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ....layout import SharedPromptLayout, is_in_backward
 from ....parallel.sharded import DividedLayout
@@ -95,7 +94,7 @@ def check_running(attention: nn.Module) -> None:
     running = _running.get()
     if running is None or not holds(running.module, attention):
         expected = "a hybrid model's layout through shared_prompt_forward, or a model that has install_layout_hook"
-        raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, "a plain forward of the model"))
+        raise SharedPromptLayoutError("shared_prompt_layout", expected, "a plain forward of the model")
 
 
 class MixerFunction:
@@ -148,7 +147,7 @@ def _forward_with_layout(functions: tuple[str, ...], stock: Callable[..., Any]) 
             if missing:
                 expected = f"a forward that calls {' and '.join(missing)} of its model file"
                 got = "one that does not: its tokens were mixed without the layout"
-                raise SharedPromptLayoutError(explain(type(self).__name__, expected, got))
+                raise SharedPromptLayoutError(type(self).__name__, expected, got)
             guard.consume(self, layout)
         return output
 
@@ -163,15 +162,15 @@ def _layout_of(mixer: nn.Module, kwargs: dict[str, Any], outer: _Running | None)
         layout = outer.layout
         if not _RECOMPUTES_HOOKS and getattr(outer.module, "gradient_checkpointing", False):
             expected = "a decoder layer that hands it on, for activation checkpointing"
-            raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, type(outer.module).__name__))
+            raise SharedPromptLayoutError("shared_prompt_layout", expected, type(outer.module).__name__)
     if isinstance(layout, DividedLayout):
         expected = "a row that lies on one GPU, for a layer that carries a state along the sequence"
-        raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, "one that ranks divide"))
+        raise SharedPromptUnsupportedError("shared_prompt_layout", expected, "one that ranks divide")
     if isinstance(layout, PieceLayout):
         expected = "a row in one pass, for a layer that carries a state along the sequence (shared_prompt_forward)"
-        raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, "a piece of one"))
+        raise SharedPromptUnsupportedError("shared_prompt_layout", expected, "a piece of one")
     if layout is not None and any(kwargs.get(name) is not None for name in _CACHES):
-        raise SharedPromptError(explain("use_cache", "False with a shared prompt in a hybrid model", True))
+        raise SharedPromptError("use_cache", "False with a shared prompt in a hybrid model", True)
     return layout
 
 

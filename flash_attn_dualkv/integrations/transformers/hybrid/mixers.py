@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ....checks import explain
 from ....errors import SharedPromptError
 from ....layout import SharedPromptLayout
 from ...common.patching import closure_of
@@ -135,7 +134,7 @@ def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan)
         if last is not None:
             behind.append(last)
     if not outs:
-        raise SharedPromptError(explain("shared_prompt_layout", "a row with tokens", "one of padding only"))
+        raise SharedPromptError("shared_prompt_layout", "a row with tokens", "one of padding only")
     if plan.order is not None:
         return put_rows(torch.cat(outs), plan.order, plan.total)[None]
     padding = plan.total - plan.levels[-1].end
@@ -190,7 +189,7 @@ def _positional(args: Sequence[Any], kwargs: dict[str, Any], *names: Sequence[st
     for known in names[len(values) :]:
         given = [name for name in known if name in kwargs]
         if not given:
-            raise SharedPromptError(explain(known[0], "an argument of every call", "none"))
+            raise SharedPromptError(known[0], "an argument of every call", "none")
         values.append(kwargs.pop(given[0]))
     return values, kwargs
 
@@ -201,11 +200,11 @@ def _check_unused(kind: str, kwargs: dict[str, Any], *names: str) -> None:
         value = kwargs.pop(name, None)
         if value is not None and value is not False:
             expected = f"none for {kind} with a shared prompt (call the model with use_cache=False)"
-            raise SharedPromptError(explain(name, expected, type(value).__name__))
+            raise SharedPromptError(name, expected, type(value).__name__)
 
 
 def _check_rows(one: Tensor, layout: SharedPromptLayout) -> None:
     """SharedPromptError unless the batch (B, T, ...) is the layout's packed row."""
     if one.shape[0] != 1 or one.shape[1] != layout.num_tokens:
         expected = f"1 row of {layout.num_tokens} tokens (as the layout)"
-        raise SharedPromptError(explain("input_ids", expected, f"{one.shape[0]} of {one.shape[1]}"))
+        raise SharedPromptError("input_ids", expected, f"{one.shape[0]} of {one.shape[1]}")
