@@ -20,8 +20,8 @@ from ..data.batch import IGNORED_LABEL
 from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptError
 from ..integrations.common.options import AUTOCAST_DTYPES, Options, Refusal
-from ..integrations.common.versions import LLAMA_FACTORY
 from .padded import PaddedScores
+from .versions import LLAMA_FACTORY
 
 __all__ = ["main", "share_prompts"]
 

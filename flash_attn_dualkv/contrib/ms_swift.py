@@ -22,8 +22,8 @@ from torch import Tensor
 from ..data.pack import MIN_SHARED
 from ..integrations.common.options import AUTOCAST_DTYPES, PREFIX, Options, Refusal
 from ..integrations.common.pipeline import savings
-from ..integrations.common.versions import MS_SWIFT
 from .padded import PaddedScores
+from .versions import MS_SWIFT
 
 __all__ = ["share_prompts"]
 

@@ -22,9 +22,9 @@ from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptUnsupportedError
 from ..integrations.common.options import Options, Refusal
 from ..integrations.common.siblings import fill
-from ..integrations.common.versions import OPENRLHF
 from ..integrations.transformers.admission.unwrap import causal_lm_of, text_config
 from .padded import PaddedScores
+from .versions import OPENRLHF
 
 __all__ = ["share_prompts"]
 

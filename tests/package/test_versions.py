@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from flash_attn_dualkv.contrib import versions as contrib
 from flash_attn_dualkv.errors import SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations.common import versions
 from flash_attn_dualkv.integrations.common.patching import after_import, check_signature, in_front_of, replace_all
 from flash_attn_dualkv.integrations.common.versions import Package
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = [one for one in vars(versions).values() if isinstance(one, Package)]
+PACKAGES = [one for rows in (versions, contrib) for one in vars(rows).values() if isinstance(one, Package)]
 STOCK = """
 class Actor:
     def forward(self, tokens, mask=None):
@@ -32,7 +33,7 @@ def train(*args, **kwargs):
 """
 
 
-class Kit(Package):
+class Kit(contrib.PatchedPackage):
     """A package that can be installed in a test, in any version and with other functions."""
 
     def share(self) -> None:
@@ -284,7 +285,7 @@ def test_the_page_names_what_was_compared() -> None:
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if line.startswith("| compared with stock results |")]
     cells = row.split("|")[2:]
-    for package, cell in zip((versions.OPENRLHF, versions.MS_SWIFT, versions.LLAMA_FACTORY), cells):
+    for package, cell in zip((contrib.OPENRLHF, contrib.MS_SWIFT, contrib.LLAMA_FACTORY), cells):
         assert cell.split()[0] in package.compared, package.name
 
 

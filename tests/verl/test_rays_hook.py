@@ -11,10 +11,10 @@ import pytest
 setup_hook = pytest.importorskip("ray._private.runtime_env.setup_hook", reason="needs Ray")
 
 HOOK = """
-from flash_attn_dualkv.integrations.common.versions import Package
+from flash_attn_dualkv.contrib.versions import PatchedPackage
 
 def share():
-    Package("rollout-kit", "missing_rollout_kit", ("1.0",)).replace({})
+    PatchedPackage("rollout-kit", "missing_rollout_kit", ("1.0",)).replace({})
 """
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Packages whose functions are replaced or overridden, and their versions: one table, and what follows from it.
+"""Packages whose methods are overridden, and their versions: one table, and what follows from it.
 
 Versions whose results were compared with stock ones say nothing, and CI installs them. Those that are known to differ
 are refused. About others the signatures decide: with those that replacements were written for they run with a warning,
@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -24,12 +21,11 @@ from packaging.version import InvalidVersion, Version
 
 from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
-from .patching import Make, after_import, check_signature, replace_all
+from .patching import check_signature
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE = __name__.split(".")[0]
-_HOOK = "ray._private.runtime_env.setup_hook"  # calls what is named as worker_process_setup_hook
 _warned: set[str] = set()
 
 
@@ -47,48 +43,6 @@ class Package(NamedTuple):
     compared: tuple[str, ...]
     differ: Mapping[str, str] = {}
 
-    def replace(self, modules: Mapping[str, Mapping[str, Make]]) -> None:
-        """Replace functions as soon as their modules are imported, all of a module or none; once.
-
-        Inside Ray's hook a refusal is a line of the log, and the package stays as it is: errors there end the job.
-
-        Args:
-            modules: what makes replacements, by modules and by names in them, such as "Actor.forward".
-
-        Raises:
-            ModuleNotFoundError: the package is missing.
-            SharedPromptUnsupportedError: a version that is known to differ, or one with other modules or signatures.
-                The import of a module raises it where that comes later.
-        """
-        is_hook = _is_in_rays_hook()
-        refused: list[Exception] = []
-
-        @contextmanager
-        def forgiving() -> Iterator[None]:
-            try:
-                yield
-            except (ModuleNotFoundError, SharedPromptUnsupportedError) as error:
-                if not is_hook:
-                    raise
-                refused.append(error)
-                logger.warning("flash_attn_dualkv: prompts are NOT shared, %s stays as it is: %s", self.name, error)
-
-        def change(makers: Mapping[str, Make], module: Any) -> None:
-            if refused:
-                return
-            with forgiving(), self._deciding():
-                seams = []
-                for path, make in makers.items():
-                    owner, _, name = path.rpartition(".")
-                    seams.append((getattr(module, owner, None) if owner else module, name, make))
-                replace_all(seams)
-
-        with forgiving():
-            self.check_version()
-            self._check_modules(modules)
-            for name, makers in modules.items():
-                after_import(name, partial(change, makers))
-
     def check_classes(self, *classes: type) -> None:
         """Refuse a version, or warn of it, by the methods of the package that classes of this one override.
 
@@ -96,7 +50,7 @@ class Package(NamedTuple):
             SharedPromptUnsupportedError: a version that is known to differ, or one with other signatures.
         """
         self.check_version()
-        with self._deciding():
+        with self.deciding():
             for kind in classes:
                 for made, stock in _overrides(kind):
                     check_signature(f"{stock.__module__}.{stock.__qualname__}", stock, made)
@@ -114,26 +68,15 @@ class Package(NamedTuple):
         version = _parsed(self.version())
         for versions, what in self.differ.items():
             if version is not None and SpecifierSet(versions).contains(version, prereleases=True):
-                raise self._refusal(what)
-
-    def _check_modules(self, modules: Iterable[str]) -> None:
-        """Refuse a package without these modules, none of which is imported here."""
-        spec = find_spec(self.module)
-        if spec is None:
-            raise ModuleNotFoundError(explain(self.name, "installed", "none"))
-        for module in modules:
-            parts = module.split(".")[1:]
-            paths = [Path(folder, *parts) for folder in spec.submodule_search_locations or ()]
-            if not any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths):
-                raise self._refusal(f"it has no {module}")
+                raise self.refusal(what)
 
     @contextmanager
-    def _deciding(self) -> Iterator[None]:
+    def deciding(self) -> Iterator[None]:
         """Around checks of signatures, which decide about versions that were not compared."""
         try:
             yield
         except SharedPromptUnsupportedError as error:
-            raise self._refusal(str(error)) from None
+            raise self.refusal(str(error)) from None
         version = _parsed(self.version())
         if not any(_is_of(version, release) for release in self.compared) and self.name not in _warned:
             _warned.add(self.name)
@@ -143,19 +86,11 @@ class Package(NamedTuple):
                 self.name, self.version(), " and ".join(self.compared),
             )  # fmt: skip
 
-    def _refusal(self, reason: str) -> SharedPromptUnsupportedError:
+    def refusal(self, reason: str) -> SharedPromptUnsupportedError:
         expected = f"{' or '.join(self.compared)}, which this is written for"
         return SharedPromptUnsupportedError(f"{explain(self.name, expected, self.version())}: {reason}")
 
 
-OPENRLHF = Package(
-    "openrlhf",
-    "openrlhf",
-    ("0.11.2",),
-    {"<0.11.1": "its entropies are those of logits that are not divided by the temperature"},
-)
-MS_SWIFT = Package("ms-swift", "swift", ("4.6.0",))
-LLAMA_FACTORY = Package("llamafactory", "llamafactory", ("0.9.5",))
 TRL = Package("trl", "trl", ("1.16",), {"<1": "its models have no forward that returns scores, fused_lm_head"})
 VERL = Package("verl", "verl", ("0.9.1",))
 MEGATRON_CORE = Package(
@@ -185,11 +120,3 @@ def _overrides(kind: type) -> Iterator[tuple[FunctionType, Any]]:
         stock = next((vars(base)[name] for base in kind.__mro__ if base not in ours and name in vars(base)), None)
         if isinstance(made, FunctionType) and callable(stock) and not name.startswith("__"):
             yield made, stock
-
-
-def _is_in_rays_hook() -> bool:
-    """True if Ray runs this as a worker's worker_process_setup_hook."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != _HOOK:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
