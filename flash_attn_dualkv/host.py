@@ -48,8 +48,7 @@ def untraced(function: Callable[Given, Returned], reason: str = REASON) -> Calla
     @functools.wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
         if torch.compiler.is_compiling():
-            result: Returned = outside(*args, **kwargs)
-            return result
+            return outside(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -62,8 +61,7 @@ def kept(function: Callable[[Any], Returned]) -> functools.cached_property[Retur
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor of the host, which must outlive them."""
-    memory: memoryview = _memory(tensor.data_ptr(), tensor.nbytes, _WRITE)
-    return memory
+    return _memory(tensor.data_ptr(), tensor.nbytes, _WRITE)
 
 
 def ints(values: Iterable[int], dtype: torch.dtype) -> Tensor:

@@ -135,8 +135,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 
 def current_stream(device: int) -> int:
     """Address of PyTorch's current stream."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def code_for(device: int, archs: Sequence[str], ptx: str) -> str:

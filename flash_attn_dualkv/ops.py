@@ -322,8 +322,7 @@ def _record(compute: Callable[[ForwardCall], Results], call: ForwardCall) -> Res
     for tensor in call[:-1]:
         if tensor is not None and is_functorch_wrapped_tensor(tensor):  # left over from a transform
             return cast(Results, _Attention.apply(compute, *call))
-    results: Results = super(torch.autograd.Function, _Attention).apply(compute, *call)
-    return results
+    return super(torch.autograd.Function, _Attention).apply(compute, *call)
 
 
 def attend(

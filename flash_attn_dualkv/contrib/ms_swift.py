@@ -83,8 +83,7 @@ def _sharing(stock: Callable[..., Any], scores: PaddedScores) -> Callable[..., A
         )
         _log(self, scores)
         if found is None:
-            result: tuple[Tensor, Tensor | None] = stock(self, model, model_inputs, grpo_batch, compute_entropy)
-            return result
+            return stock(self, model, model_inputs, grpo_batch, compute_entropy)
         # The first of all tokens has no log-probability, and is kept where rows without padding are
         # the longest.
         logps, entropy = (None if rows is None else torch.nn.functional.pad(rows, (1, 0))[:, -kept:] for rows in found)

@@ -223,8 +223,7 @@ def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
     if trains_first.any():
         index = int(trains_first.nonzero()[0])
         raise SharedPromptError(f"loss_mask[{index}][0]", "0 for the first token, which no row scores", 1)
-    scored: list[int] = take(sums, bounds).diff().tolist()
-    return scored
+    return take(sums, bounds).diff().tolist()
 
 
 def named(name: str, values: Any) -> dict[str, Any]:

@@ -222,8 +222,7 @@ def _table(block_table: Any, cache_batch_idx: Any, k_cache: Tensor, batch: int) 
         check_table(block_table, k_cache.device)
         if block_table.shape[0] != batch:
             raise ValueError(explain("block_table", f"{batch} requests (as q)", block_table.shape[0]))
-        table: Tensor = block_table
-        return table
+        return block_table
     if k_cache.shape[1] % PAGE_ROWS:
         expected = f"a multiple of {PAGE_ROWS} rows for each sequence (block_table is not given)"
         raise ValueError(explain("k_cache", expected, k_cache.shape[1]))
@@ -247,8 +246,7 @@ def _added(k: Any, v: Any, batch: int) -> int:
         if tensor.dim() != 4 or tensor.shape[0] != batch or tensor.shape[1] != k.shape[1]:
             got = f"shape {tuple(tensor.shape)}"
             raise ValueError(explain(name, f"shape ({batch}, new tokens, heads, head_dim), as q and k", got))
-    count: int = k.shape[1]
-    return count
+    return k.shape[1]
 
 
 def _lengths(cache_seqlens: Any, table: Tensor, page_size: int, added: int) -> Tensor:

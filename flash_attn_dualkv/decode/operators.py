@@ -146,6 +146,5 @@ def decode(call: DecodeCall) -> Tensor:
     tensors = tensors_of(call)
     refuse_gradients(tensors)
     if ops.is_watched(tensors):
-        lse: Tensor = _decode(*pack(call))
-        return lse
+        return _decode(*pack(call))
     return _DECODE[call.q.device.type](call)

@@ -135,8 +135,7 @@ def remembered(tables: Sequence[Tensor], build: Callable[[], Forest]) -> Forest:
     # Not by id(): that of a table which is no more may be another one's.
     if kept is None or kept[1] != versions or any(ref() is not table for ref, table in zip(kept[0], tables)):
         kept = _forests[tables[0]] = [*map(weakref.ref, tables)], versions, build()
-    forest: Forest = kept[2]
-    return forest
+    return kept[2]
 
 
 # What has moved: signatures of other frameworks.

@@ -31,5 +31,4 @@ def largest_of_ranks(values: Iterable[float], *groups: Any) -> list[float]:
         if group is not None:
             found = found.to(device_of_group(group))
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    largest: list[float] = found.tolist()
-    return largest
+    return found.tolist()

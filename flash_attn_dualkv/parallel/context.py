@@ -236,8 +236,7 @@ class _Call:
     ) -> list[Tensor]:  # fmt: skip
         """dq, this rank's parts of dk and dv of all rows, and dsinks; keys and values are given back on return."""
         tensors = dout.contiguous(), dlse, q, *keys, None, None, sinks, out.contiguous(), lse
-        gradients: list[Tensor] = ops.backward(*pack(BackwardCall(*tensors, self.layout.nodes, self.options)))
-        return gradients
+        return ops.backward(*pack(BackwardCall(*tensors, self.layout.nodes, self.options)))
 
     def send(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Any]:
         """The gradients on their way to the ranks that have the rows: what comes, what goes, what to wait for."""

@@ -11,6 +11,7 @@ import torch
 from forests import Forest, forest, ints
 
 from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
+from flash_attn_dualkv import reference as training
 from flash_attn_dualkv.decode import reference
 from flash_attn_dualkv.decode.calls import DecodeCall
 
@@ -45,8 +46,8 @@ def check(step: Forest, rules: dict[str, Any], **options: Any) -> None:
 def test_against_dense_attention(variant: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, rules = VARIANTS[variant]
     if seed % 2:  # several blocks of keys, and of queries
-        monkeypatch.setattr(reference, "KEY_BLOCK", 24)
-        monkeypatch.setattr(reference, "SCORE_ELEMENTS", 24 * 4 * 3)
+        monkeypatch.setattr(training, "KEY_BLOCK", 24)
+        monkeypatch.setattr(training, "SCORE_ELEMENTS", 24 * 4 * 3)
     check(forest(seed, **shape), rules)
 
 

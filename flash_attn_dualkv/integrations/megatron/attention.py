@@ -81,8 +81,7 @@ class OnPackedRows:
         if not isinstance(packed_seq_params, SharedPackedSeqParams):
             stock: Any = super()
             others |= dict(attention_bias=attention_bias, packed_seq_params=packed_seq_params)
-            result: Tensor = stock.forward(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
-            return result
+            return stock.forward(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
         module: Any = self
         if not hasattr(module, "dualkv"):
             raise SharedPromptLayoutError("core attention", "install(model_chunks) first", "none")
@@ -115,8 +114,7 @@ def _sinks(module: Any, query: Tensor) -> Tensor | None:
     kind = module.config.softmax_type
     if kind == "vanilla":
         return None
-    learned: Tensor = query.new_zeros(query.shape[1]) if kind == "off-by-one" else module.softmax_offset.flatten()
-    return learned
+    return query.new_zeros(query.shape[1]) if kind == "off-by-one" else module.softmax_offset.flatten()
 
 
 class SharedPromptAttention(OnPackedRows, DotProductAttention):

@@ -198,8 +198,7 @@ def score_hidden(
             result, _ = output_layer(hidden[:, None], weight=output_weight, runtime_gather_output=False)
         finally:
             output_layer.sequence_parallel = is_sliced
-        chosen: Tensor = scale_logits(result)[:, 0]
-        return chosen
+        return scale_logits(result)[:, 0]
 
     vocabulary = output_layer.output_size_per_partition
     frozen = [*output_layer.parameters(), *([] if output_weight is None else [output_weight])]

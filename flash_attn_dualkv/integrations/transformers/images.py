@@ -201,8 +201,7 @@ def images_of_samples(
 
 
 def _token(config: Any, medium: Medium) -> int:
-    token: int = getattr(config, medium.token)
-    return token
+    return getattr(config, medium.token)
 
 
 def placeholders_of(config: Any) -> list[int]:

@@ -110,8 +110,7 @@ class DeferredMask:
         if guard.current() is not None or self._uses.is_replaced:
             raise self._error()
         self._uses.is_read = True
-        mask: Tensor = self._builder(**{**self._arguments, "allow_is_causal_skip": False, **changes})
-        return mask
+        return self._builder(**{**self._arguments, "allow_is_causal_skip": False, **changes})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # wrappers inspect arguments this way

@@ -51,8 +51,7 @@ class _Around(nn.Module):
                     getattr(self, name)[key] = lambda _, *arguments, hook=hook: hook(module, *arguments)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        scores: tuple[Tensor, ...] = self.__dict__["function"](hidden)
-        return scores
+        return self.__dict__["function"](hidden)
 
 
 @contextmanager

@@ -42,8 +42,7 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, None]:
         softcap, sliding_window = options.get("softcap") or 0.0, options.get("sliding_window")
         if not _is_offered(query, value, softcap):
-            result: tuple[Tensor, None] = stock(module, query, key, value, attention_mask, **options)
-            return result
+            return stock(module, query, key, value, attention_mask, **options)
         tables = options["tree_cu_seqlens_q"], options["tree_cu_seqlens_k"]
         forest = remembered(tables, lambda: read_tree(*tables))
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))

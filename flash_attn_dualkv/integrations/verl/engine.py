@@ -102,8 +102,7 @@ class _SharedPrompts(SharedPrompts):
         return None
 
     def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
-        return dtype
+        return getattr(self, "_autocast_dtype", torch.bfloat16)
 
     # The engine's steps, in the order in which verl calls them
 

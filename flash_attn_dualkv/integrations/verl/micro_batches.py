@@ -50,8 +50,7 @@ def prompt_lengths(data: TensorDict) -> Tensor:
         return torch.zeros_like(data["input_ids"].offsets().diff())
     prompts = data["prompts"]
     if prompts.is_nested:
-        lengths: Tensor = prompts.offsets().diff()
-        return lengths
+        return prompts.offsets().diff()
     return data["attention_mask"][:, : prompts.shape[1]].ne(0).sum(1)
 
 

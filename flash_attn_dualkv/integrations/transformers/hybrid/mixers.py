@@ -175,8 +175,7 @@ def implementation_of(stock: Mixer) -> Mixer:
     """The implementation behind a function of a model file: itself, or a package's."""
     if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # made by the package kernels, not replaced
         stock = closure_of(type(stock).forward).get("func", stock)
-    found: Mixer = closure_of(stock).get("implementation", stock)
-    return found
+    return closure_of(stock).get("implementation", stock)
 
 
 def _package(function: Mixer) -> str:

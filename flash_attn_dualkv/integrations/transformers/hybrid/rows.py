@@ -17,8 +17,7 @@ from .levels import Tails
 
 def take_rows(values: Tensor, rows: Tensor) -> Tensor:
     """(n, ...), rows (m,) int64, each at most once -> (m, ...)."""
-    out: Tensor = _TakeRows.apply(values, rows)
-    return out
+    return _TakeRows.apply(values, rows)
 
 
 def put_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
@@ -28,8 +27,7 @@ def put_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
 
 def insert_tails(values: Tensor, tails: Tails) -> Tensor:
     """Rows (T, C) of a packed row -> (E, C): each segment behind the last inputs of its path, or zeros."""
-    out: Tensor = _InsertTails.apply(values, tails)
-    return out
+    return _InsertTails.apply(values, tails)
 
 
 def hand_on(states: Tensor, parents: Tensor, children: Tensor) -> Tensor:
@@ -39,8 +37,7 @@ def hand_on(states: Tensor, parents: Tensor, children: Tensor) -> Tensor:
         parents: (n,) int64, which state each child continues, in ascending order.
         children: (p,) int64, how many children each state has.
     """
-    out: Tensor = _HandOn.apply(states, parents, children)
-    return out
+    return _HandOn.apply(states, parents, children)
 
 
 class _TakeRows(torch.autograd.Function):
