@@ -330,15 +330,20 @@ def address(tensor: Any) -> int | None:
         return None
 
 
+def check_int32(name: str, tensor: Any, device: torch.device, like: str = "q") -> None:
+    """TypeError or ValueError unless a tensor is int32 and on the device (that of `like`)."""
+    check_are_tensors((name,), (tensor,))
+    if tensor.dtype != torch.int32:
+        raise TypeError(explain(name, "dtype torch.int32", tensor.dtype))
+    if tensor.device != device:
+        raise ValueError(explain(name, f"device {device} (as {like})", tensor.device))
+
+
 def check_offsets(
     name: str, offsets: Any, device: torch.device, length: int | None = None, like: str = "", least: int = 1
 ) -> None:
     """Check offsets: int32, contiguous, 1-D, on `device`, `length` elements (as `like`)."""
-    check_are_tensors((name,), (offsets,))
-    if offsets.dtype != torch.int32:
-        raise TypeError(explain(name, "dtype torch.int32", offsets.dtype))
-    if offsets.device != device:
-        raise ValueError(explain(name, f"device {device} (as q)", offsets.device))
+    check_int32(name, offsets, device)
     if offsets.dim() != 1:
         raise ValueError(explain(name, "1 dimension", f"shape {tuple(offsets.shape)}"))
     if offsets.shape[0] < least:

@@ -21,17 +21,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from . import checks
 from ._version import __version__
 from .calls import BackwardCall, ForwardCall, Options, inputs_of
-from .checks import (
-    CUDA_DTYPES,
-    HEAD_DIM_MULTIPLE,
-    MAX_HEAD_DIM,
-    PORTABLE_HEAD_DIM,
-    environment_flag,
-    explain,
-    is_kernel_softcap,
-)
 from .nodes import COLUMNS
 from .reference import sink_gradient
 
@@ -115,7 +107,7 @@ def is_deterministic(deterministic: bool) -> bool:
     return (
         deterministic
         or torch.are_deterministic_algorithms_enabled()
-        or environment_flag("FLASH_ATTENTION_DETERMINISTIC")
+        or checks.environment_flag("FLASH_ATTENTION_DETERMINISTIC")
     )
 
 
@@ -283,7 +275,7 @@ def _library_logits(logits: Tensor, targets: Tensor, temperature: float) -> tupl
     if logits.shape[:-1] != targets.shape or targets.device != logits.device or targets.dtype != torch.int64:
         expected = f"(rows, columns) and (rows,) int64 on {logits.device}"
         got = f"{tuple(logits.shape)} and {tuple(targets.shape)} {targets.dtype} on {targets.device}"
-        raise ValueError(explain("logits and targets", expected, got))
+        raise ValueError(checks.explain("logits and targets", expected, got))
     element = LOGIT_DTYPES.index(logits.dtype)
     return logits.data_ptr(), *logits.shape, logits.stride(0), element, targets.data_ptr(), float(temperature)
 
@@ -417,7 +409,7 @@ def build_info() -> BuildInfo:
         gpus={f"{index}: {torch.cuda.get_device_name(index)}": code_for(index, archs, built["ptx"]) for index in gpus},
         head_dims=head_dims("head_dims"),
         backward_head_dims=head_dims("backward_head_dims"),
-        dtypes=[] if module is None else [str(one).removeprefix("torch.") for one in CUDA_DTYPES],
+        dtypes=[] if module is None else [str(one).removeprefix("torch.") for one in checks.CUDA_DTYPES],
         cuda=built.get("cuda"),
         torch=str(torch.__version__),
         torch_cuda=torch.version.cuda,
@@ -429,16 +421,16 @@ def build_info() -> BuildInfo:
 def max_head_dim(device: torch.device) -> int:
     """The largest head dimension: of this build's kernels on a GPU, of the reference on the CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return MAX_HEAD_DIM
+        return checks.MAX_HEAD_DIM
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
-    has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
-    return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM
+    has_wide = checks.MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
+    return checks.MAX_HEAD_DIM if is_hopper and has_wide else checks.PORTABLE_HEAD_DIM
 
 
 def kernels_lack(head_dims: Iterable[int], softcap: float, device: torch.device) -> str | None:
     """Requirement that a device's kernels lack for these head dimensions and this softcap; None if they have all."""
-    if not is_kernel_softcap(softcap):
+    if not checks.is_kernel_softcap(softcap):
         return f"a softcap of {softcap}"
     most = max_head_dim(device)
-    wrong = [one for one in head_dims if one > most or one % HEAD_DIM_MULTIPLE]
+    wrong = [one for one in head_dims if one > most or one % checks.HEAD_DIM_MULTIPLE]
     return f"a head dim of {wrong[0]}" if wrong else None

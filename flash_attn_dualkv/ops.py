@@ -26,7 +26,6 @@ from torch.autograd.function import FunctionCtx
 from . import checks, kernels, reference
 from . import nodes as tables
 from .calls import AnyCall, BackwardCall, ForwardCall, Options, check_call, inputs_of, pack, schema, unpack
-from .checks import environment_flag
 
 Results = tuple[Tensor, Tensor]
 Result = TypeVar("Result")
@@ -57,13 +56,13 @@ backward = torch.ops.flash_attn_dualkv.backward.default
 
 def checks_values() -> bool:
     """True if offsets on the GPU are to be checked; impossible while a CUDA graph is captured."""
-    return environment_flag("DUALKV_DEBUG") and not torch.cuda.is_current_stream_capturing()
+    return checks.environment_flag("DUALKV_DEBUG") and not torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def forces_reference() -> bool:
     """True if the environment asks for the reference everywhere, for debugging: read once a process, with a warning."""
-    forces = environment_flag("DUALKV_FORCE_REFERENCE")
+    forces = checks.environment_flag("DUALKV_FORCE_REFERENCE")
     if forces:
         warnings.warn("DUALKV_FORCE_REFERENCE is set: attention runs on the reference in PyTorch, slowly", stacklevel=2)
     return forces

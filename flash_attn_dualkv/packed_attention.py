@@ -174,8 +174,7 @@ def _prefers_cudnn(q: Tensor) -> bool:
 
 
 def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:
-    if not isinstance(layout, SharedPromptLayout):
-        raise TypeError(checks.explain("layout", "a SharedPromptLayout", type(layout).__name__))
+    checks.instance("layout", layout, SharedPromptLayout)
     if type(layout) is not SharedPromptLayout:
         expected = "that of a whole row; a divided one has a method attention(q, k, v)"
         raise SharedPromptLayoutError("layout", expected, f"a {type(layout).__name__}")

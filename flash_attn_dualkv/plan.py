@@ -12,7 +12,6 @@ import torch
 
 from . import checks, kernels
 from .calls import make_options
-from .checks import explain
 from .layout import SharedPromptLayout
 
 
@@ -126,10 +125,10 @@ def explain_plan(
     if layout is not None:
         for name, value in (("rows", rows), ("nodes", nodes), ("mean_keys", mean_keys)):
             if value is not None:
-                raise ValueError(explain(name, "None beside layout", value))
+                raise ValueError(checks.explain(name, "None beside layout", value))
         rows, nodes, mean_keys = layout.num_tokens, layout.nodes.shape[0], layout.mean_keys
     elif rows is None:
-        raise ValueError(explain("rows", "a number of rows, or layout", None))
+        raise ValueError(checks.explain("rows", "a number of rows, or layout", None))
     nodes = 1 if nodes is None else nodes
     mean_keys = rows if mean_keys is None else mean_keys
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -137,16 +136,16 @@ def explain_plan(
     for name, value in (sizes | {"rows": rows, "nodes": nodes, "mean_keys": mean_keys}).items():
         checks.integer(name, value, 0 if name == "mean_keys" else 1, checks.MAX_ROWS)
     if num_heads % num_kv_heads:
-        raise ValueError(explain("num_kv_heads", f"a number that divides {num_heads}", num_kv_heads))
+        raise ValueError(checks.explain("num_kv_heads", f"a number that divides {num_heads}", num_kv_heads))
     for name in ("head_dim", "head_dim_v"):
         if sizes[name] % 8:
-            raise ValueError(explain(name, "a multiple of 8", sizes[name]))
+            raise ValueError(checks.explain(name, "a multiple of 8", sizes[name]))
     _, window = checks.resolve_window(True, window_size)
     if gpu is not None and not isinstance(gpu, str):
-        raise TypeError(explain("gpu", "the name of a card, or None", type(gpu).__name__))
+        raise TypeError(checks.explain("gpu", "the name of a card, or None", type(gpu).__name__))
     kernels.compiled_module()
     if gpu is None and not os.environ.get("DUALKV_GPU") and not torch.cuda.is_available():
-        raise RuntimeError(explain("gpu", "the name of a card on a machine without a GPU", None))
+        raise RuntimeError(checks.explain("gpu", "the name of a card on a machine without a GPU", None))
     options = make_options(
         head_dim=head_dim, causal=True, window_left=window, softcap=softcap, mean_keys=mean_keys,
         deterministic=deterministic,

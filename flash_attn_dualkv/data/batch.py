@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import MAX_ROWS, check_count
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import SeparatelyPickled, expand, int64s, kept, offsets_of, same_device, take, to_device, untraced
 from ..layout import SharedPromptLayout
@@ -322,7 +321,7 @@ def pack(
     device = samples.ids.device if device is None else checks.device(device)
     rows, scored, pad = sum(tree.node_lens), sum(samples.scored_lens), 0
     if pad_to_multiple_of is not None:
-        pad = -rows % checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
+        pad = -rows % checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, checks.MAX_ROWS)
     host = SharedPromptLayout.from_tree(tree.node_lens, tree.node_parents, pad=pad)
     scored_lens, firsts = samples.scored_lens, [*accumulate(tree.sequence_lens, initial=0)]
     # Shifts from a row's number to the place of its token, and to its position; one a node.
@@ -411,7 +410,7 @@ def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any,
     """The value of the first sequence of each root, which all of its sequences must have."""
     name = f"group_values[{name!r}]"
     values = checks.items(name, values, "values")
-    check_count(name, values, len(tree.leaves), "samples")
+    checks.check_count(name, values, len(tree.leaves), "samples")
     firsts: dict[int, int] = {}
     for index, leaf in enumerate(tree.leaves):
         first = firsts.setdefault(tree.roots[leaf], index) if leaf >= 0 else index

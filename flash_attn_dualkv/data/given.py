@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import check_count
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import int64s, ints, memory_of, offsets_of, take, to_host
 
@@ -174,7 +173,7 @@ def fetch(
     device = _common_device(tensors)
     ids = None if group_ids is None else checks.group_ids(group_ids)
     if ids is not None:
-        check_count("group_ids", ids, count, like)
+        checks.check_count("group_ids", ids, count, like)
     if isinstance(ids, Tensor) and ids.device == device:
         *host, copied = to_host([*tensors, ids])
         return host, copied.tolist()
@@ -204,7 +203,7 @@ def groups_of(keys: Iterable[Hashable]) -> list[list[int]]:
 def joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
     """All masks in one, each as long as its sequence: int64, with -1 for what is neither 0 nor 1."""
     mask, sizes = token_lists(sequences_of("loss_mask", loss_mask, "masks"), "loss_mask", also=MASKS)
-    check_count("loss_mask", sizes, len(lengths), "sequences")
+    checks.check_count("loss_mask", sizes, len(lengths), "sequences")
     for index, (size, length) in enumerate(zip(sizes, lengths)):
         if size != length:
             raise SharedPromptError(f"loss_mask[{index}]", f"{length} values (as its sequence)", size)
@@ -239,7 +238,7 @@ def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise SharedPromptTypeError(name, "a list of tensors", checks.describe(values)) from None
     _common_device(given)
-    check_count(name, given, len(lengths), "sequences")
+    checks.check_count(name, given, len(lengths), "sequences")
     for index, (tensor, length) in enumerate(zip(given, lengths)):
         if tensor.dim() == 0 or tensor.shape[-1] != length or tensor.shape[:-1] != given[0].shape[:-1]:
             expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import check_count, describe
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .given import groups_of, named
 
@@ -54,19 +53,19 @@ def _glimpses(values: Sequence[Tensor | None]) -> list[Any]:
 def _checked(name: str, values: Any, count: int) -> list[Tensor | None]:
     name = f"images[{name!r}]"
     given = [*checks.items(name, values, "tensors (of a sample each)")]
-    check_count(name, given, count, "samples")
+    checks.check_count(name, given, count, "samples")
     first: Tensor | None = None
     for index, tensor in enumerate(given):
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.is_nested:
             raise SharedPromptTypeError(
-                f"{name}[{index}]", "a tensor of at least one dimension, or None", describe(tensor)
+                f"{name}[{index}]", "a tensor of at least one dimension, or None", checks.describe(tensor)
             )
         first = tensor if first is None else first
         if (tensor.shape[1:], tensor.dtype, tensor.device) != (first.shape[1:], first.dtype, first.device):
             expected = (
                 f"(any, {', '.join(map(str, first.shape[1:]))}) values of {first.dtype} on {first.device}, as before"
             )
-            raise SharedPromptError(f"{name}[{index}]", expected, describe(tensor))
+            raise SharedPromptError(f"{name}[{index}]", expected, checks.describe(tensor))
     return given

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import check_count
 from ..errors import SharedPromptError, say_once
 from ..host import int64s, offsets_of, take, untraced
 from .batch import PackedBatch, pack
@@ -219,7 +218,7 @@ def pack_prefix_tree(
     if tree is None:
         if borders is not None and chosen is not None:
             borders = checks.items("borders", borders, "lists of positions")
-            check_count("borders", borders, total, "sequences")
+            checks.check_count("borders", borders, total, "sequences")
             borders = [borders[index] for index in chosen]
         nodes = plan(
             samples, boundary="replicate" if boundary is None else boundary, min_shared=min_shared, borders=borders

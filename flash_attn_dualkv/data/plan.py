@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from .. import checks
-from ..checks import check_count
 from ..errors import SharedPromptError
 from ..host import take
 from .prefix_tree import Boundary, PrefixTree, Spans, checked_boundary
@@ -65,7 +64,7 @@ def plan(
 
 def checked_tree(tree: PrefixTree, samples: Samples) -> PrefixTree:
     """The tree, which must be one of these samples: with equal tokens and groups where they share rows."""
-    check_count("tree", tree.sequence_lens, len(samples.lengths), "sequences")
+    checks.check_count("tree", tree.sequence_lens, len(samples.lengths), "sequences")
     for at, (length, own) in enumerate(zip(samples.lengths, tree.sequence_lens)):
         if length != own:
             expected = f"that of these sequences, {length} tokens in sequence {at}"
@@ -86,7 +85,7 @@ def checked_tree(tree: PrefixTree, samples: Samples) -> PrefixTree:
 def _checked_borders(borders: Any, lengths: Sequence[int]) -> list[Sequence[int]]:
     """Those of each sequence, rising from 1 to its length."""
     borders = checks.items("borders", borders, "lists of positions")
-    check_count("borders", borders, len(lengths), "sequences")
+    checks.check_count("borders", borders, len(lengths), "sequences")
     checked: list[Sequence[int]] = []
     for index, (given, length) in enumerate(zip(borders, lengths)):
         is_plain = type(given) in (tuple, list) and {*map(type, given)} <= {int}

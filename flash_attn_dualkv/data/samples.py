@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import check_count
 from ..errors import SharedPromptError, say_once
 from . import given
 from .given import WORD, bytes_of, groups_of, named
@@ -132,7 +131,7 @@ def read_prompts(prompts: Any, responses: Any, beside: Beside = NOTHING, *, pad_
     """Arguments of `pack_shared_prompts`."""
     prompts = given.sequences_of("prompts", prompts)
     responses = given.sequences_of("responses", responses)
-    check_count("responses", responses, len(prompts), "prompts")
+    checks.check_count("responses", responses, len(prompts), "prompts")
     tokens, lengths = given.token_lists(chain.from_iterable(zip(prompts, responses)), "prompts", "responses")
     # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
     (host, bounds), ids = given.fetch([tokens, given.extremes(tokens)], beside.group_ids, len(prompts))
@@ -263,7 +262,7 @@ def read_sequences(
         if values is None or chosen is None:
             return values
         own = checks.items(name, values, "values")
-        check_count(name, own, total, "sequences")
+        checks.check_count(name, own, total, "sequences")
         return [own[index] for index in chosen]
 
     sequences = pick("sequences", sequences)

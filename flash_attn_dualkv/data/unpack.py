@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import MAX_ROWS
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .batch import PackedBatch
 
@@ -42,7 +41,7 @@ def unpack_logprobs(
     """
     values = _of_scored_tokens(values, batch, per_row)
     samples, longest = len(batch.response_lens), max(batch.response_lens)
-    columns = longest if width is None else checks.integer("width", width, longest, MAX_ROWS)
+    columns = longest if width is None else checks.integer("width", width, longest, checks.MAX_ROWS)
     expected = f"a number of {values.dtype} (as values)"
     if isinstance(fill, bool) or not isinstance(fill, (int, float)):
         raise SharedPromptTypeError("fill", expected, checks.describe(fill))

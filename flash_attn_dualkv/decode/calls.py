@@ -124,11 +124,7 @@ def check_limits(limits: Limits) -> None:
 
 def check_ints(name: str, tensor: Any, shape: tuple[int, ...], like: str, device: torch.device) -> None:
     """Check a tensor of numbers of requests: int32, contiguous, of that shape (as `like`)."""
-    checks.check_are_tensors((name,), (tensor,))
-    if tensor.dtype != torch.int32:
-        raise TypeError(explain(name, "dtype torch.int32", tensor.dtype))
-    if tensor.device != device:
-        raise ValueError(explain(name, f"device {device} (the plan's)", tensor.device))
+    checks.check_int32(name, tensor, device, "the plan")
     if tensor.shape != shape:
         raise ValueError(explain(name, f"shape {shape} ({like})", f"shape {tuple(tensor.shape)}"))
     if not tensor.is_contiguous():
@@ -137,11 +133,7 @@ def check_ints(name: str, tensor: Any, shape: tuple[int, ...], like: str, device
 
 def check_table(block_table: Any, device: torch.device, most_columns: int = MAX_ROWS) -> None:
     """Check a block table: (B, columns) int32, columns contiguous, on the device."""
-    checks.check_are_tensors(("block_table",), (block_table,))
-    if block_table.dtype != torch.int32:
-        raise TypeError(explain("block_table", "dtype torch.int32", block_table.dtype))
-    if block_table.device != device:
-        raise ValueError(explain("block_table", f"device {device}", block_table.device))
+    checks.check_int32("block_table", block_table, device, "the caches")
     shape = tuple(block_table.shape)
     if len(shape) != 2:
         raise ValueError(explain("block_table", "2 dimensions (requests, pages of each)", f"shape {shape}"))

@@ -15,19 +15,7 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import explain
-from . import library, reference
-from .calls import (
-    DecodeCall,
-    Step,
-    check_call,
-    check_limits,
-    check_step,
-    pack,
-    pack_step,
-    tensors_of,
-    unpack,
-    unpack_step,
-)
+from . import calls, library, reference
 from .contents import check_values, have_values
 
 _STEP = (
@@ -46,27 +34,27 @@ _decode_plan = torch.ops.flash_attn_dualkv.decode_plan.default
 _decode = torch.ops.flash_attn_dualkv.decode.default
 
 
-def _plan_cuda(step: Step) -> None:
+def _plan_cuda(step: calls.Step) -> None:
     if ops.checks_values():
         check_values(step)
     if not ops.forces_reference():
         library.decode_plan(step)
 
 
-def _decode_cuda(call: DecodeCall) -> Tensor:
+def _decode_cuda(call: calls.DecodeCall) -> Tensor:
     return reference.decode(call) if ops.forces_reference() else library.decode(call)
 
 
-_PLAN: dict[str, Callable[[Step], None]] = {"cpu": check_values, "cuda": _plan_cuda}
-_DECODE: dict[str, Callable[[DecodeCall], Tensor]] = {"cpu": reference.decode, "cuda": _decode_cuda}
+_PLAN: dict[str, Callable[[calls.Step], None]] = {"cpu": check_values, "cuda": _plan_cuda}
+_DECODE: dict[str, Callable[[calls.DecodeCall], Tensor]] = {"cpu": reference.decode, "cuda": _decode_cuda}
 
 
 # Callers of the operators are checked here; the public functions have checked their arguments.
 
 
-def _check_step(step: Step) -> None:
-    check_limits(step.limits)
-    check_step(step, step.block_table.device)
+def _check_step(step: calls.Step) -> None:
+    calls.check_limits(step.limits)
+    calls.check_step(step, step.block_table.device)
     if not step.block_table.is_cuda or ops.forces_reference():
         return
     least, memory = library.decode_plan_bytes(step.limits, step.block_table.device), step.memory
@@ -75,9 +63,9 @@ def _check_step(step: Step) -> None:
         raise ValueError(explain("memory", expected, None if memory is None else tuple(memory.shape)))
 
 
-def _planning(implementation: Callable[[Step], None]) -> Callable[..., None]:
+def _planning(implementation: Callable[[calls.Step], None]) -> Callable[..., None]:
     def plan(*arguments: Any) -> None:
-        step = unpack_step(arguments)
+        step = calls.unpack_step(arguments)
         if have_values(arguments):
             _check_step(step)
         implementation(step)
@@ -85,20 +73,20 @@ def _planning(implementation: Callable[[Step], None]) -> Callable[..., None]:
     return plan
 
 
-def _decoding(implementation: Callable[[DecodeCall], Tensor]) -> Callable[..., Tensor]:
+def _decoding(implementation: Callable[[calls.DecodeCall], Tensor]) -> Callable[..., Tensor]:
     def decode(*arguments: Any) -> Tensor:
-        call = unpack(arguments)
+        call = calls.unpack(arguments)
         if have_values(arguments):
             _check_step(call.step)
-            check_call(call)
+            calls.check_call(call)
         return implementation(call)
 
     return decode
 
 
 def _without_gradients(*arguments: Any) -> Tensor:
-    call = unpack(arguments)
-    refuse_gradients(tensors_of(call))
+    call = calls.unpack(arguments)
+    refuse_gradients(calls.tensors_of(call))
     with torch._C._AutoDispatchBelowAutograd():
         lse: Tensor = _decode(*arguments)
     return lse
@@ -133,18 +121,18 @@ def _decode_fake(q: Tensor, *_: Any) -> Tensor:
 # What the public functions call: the operators, past the dispatcher where nobody watches them.
 
 
-def make_plan(step: Step) -> None:
+def make_plan(step: calls.Step) -> None:
     """Writes the plan of a step into its memory."""
     if ops.is_watched(step[:7]):
-        _decode_plan(*pack_step(step))
+        _decode_plan(*calls.pack_step(step))
     else:
         _PLAN[step.block_table.device.type](step)
 
 
-def decode(call: DecodeCall) -> Tensor:
+def decode(call: calls.DecodeCall) -> Tensor:
     """Writes `out` and returns the LSE, (H, total_q)."""
-    tensors = tensors_of(call)
+    tensors = calls.tensors_of(call)
     refuse_gradients(tensors)
     if ops.is_watched(tensors):
-        return _decode(*pack(call))
+        return _decode(*calls.pack(call))
     return _DECODE[call.q.device.type](call)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import checks, ops
-from ..checks import explain
 from . import contents, library
 from .calls import MOST_KEYS, Limits, Step, check_limits, check_step, check_table
 from .operators import make_plan
@@ -98,7 +97,7 @@ class SharedPrefixPlan:
         check_limits(self.limits)
         self.device = checks.device(device)
         if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(explain("device", "an NVIDIA GPU or the CPU", self.device))
+            raise ValueError(checks.explain("device", "an NVIDIA GPU or the CPU", self.device))
         empty = torch.empty(0, device=self.device)
         checks.check_device("device", empty)
         self.device = empty.device
@@ -181,5 +180,5 @@ class SharedPrefixPlan:
 def check_plan(plan: Any) -> Step:
     """The step of what a caller gives as a plan."""
     if not isinstance(plan, SharedPrefixPlan):
-        raise TypeError(explain("plan", "a SharedPrefixPlan", checks.describe(plan)))
+        raise TypeError(checks.explain("plan", "a SharedPrefixPlan", checks.describe(plan)))
     return plan.step

@@ -298,7 +298,7 @@ def test_mixers_of_a_configuration_without_layer_types_are_refused():
 @pytest.mark.parametrize("name", REPRODUCED)
 def test_what_the_probe_sees_without_a_table(name, monkeypatch):
     make, change, message = REPRODUCED[name]
-    monkeypatch.setattr(forward, "check_supported", lambda config: None)
+    monkeypatch.setattr(forward.table, "check_supported", lambda config: None)
     model = make()
     if change is not None:
         change(model)

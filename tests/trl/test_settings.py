@@ -42,13 +42,13 @@ def test_tokens_are_counted_over_all_forwards(
 ) -> None:
     """Sums, whatever the trainer makes means of: of all micro-batches, and of the passes without gradients."""
     counts: list[tuple[int, int]] = []
-    add = sharing.Tally.add
+    add = sharing.pipeline.Tally.add
 
     def counting(tally: Any, replicated: Any, tokens: Any, *rest: Any, **others: Any) -> None:
         counts.append((int(replicated), int(tokens)))
         add(tally, replicated, tokens, *rest, **others)
 
-    monkeypatch.setattr(sharing.Tally, "add", counting)
+    monkeypatch.setattr(sharing.pipeline.Tally, "add", counting)
     made = trainer(
         GRPO, model_on_disk(tmp_path), tmp_path, max_steps=2, per_device_train_batch_size=4, beta=0.1,
         gradient_accumulation_steps=accumulated, logging_steps=logged, arguments=dict(min_dedup_ratio=1.4),

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -363,13 +363,9 @@ def test_wrong_options(tmp_path: Path) -> None:
 
 def test_the_page_has_all_options_reasons_and_metrics() -> None:
     page = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("trainers.md", "limits.md"))
-    options = [
-        one.name
-        for one in inspect.signature(shared.SharedPromptMixin.__init__).parameters.values()
-        if one.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    assert len(options) == 7
-    for name in (*(option for option in options if option != "max_responses_per_group"), *sharing.REASONS):
+    options = {*Options._fields} - {"enabled"}
+    assert options <= {*re.findall(r"(\w+): ", shared.SharedPromptMixin.__doc__)}
+    for name in (*options, *sharing.REASONS):
         assert f"| `{name}` |" in page
     metrics = ("dedup_ratio", "tokens", "tokens_saved", "unread_tokens", "fallbacks", "fallbacks/<reason>")
     for name in (*metrics, "logp_difference"):

@@ -21,10 +21,7 @@ from ...data.samples import Samples, read_sequences
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
 from ..transformers import check_supported, register, wrap
-from ..transformers.admission import table
-from ..transformers.admission.check import check_first_use
-from ..transformers.admission.table import FirstUseError, check_attention
-from ..transformers.admission.unwrap import text_config
+from ..transformers.admission import check, table, unwrap
 from .options import Options, Refusal, Refused, kernels_refusal, refusing
 
 logger = logging.getLogger(__name__)
@@ -36,26 +33,24 @@ def check_model(
     causal_lm: Any,
     device: torch.device,
     *,
-    model: Any = None,
-    self_check: bool = True,
-    share_lora_dropout: bool = False,
     about_dropout: str = "",
     dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> None:
     """Raise Refused for what a model does not allow in its present mode.
 
     Args:
         causal_lm: the transformers model.
         device: that of the inputs.
-        model, self_check, share_lora_dropout: of `check_first_use`.
         about_dropout: what the trainer's user can do about it.
         dtype: of the arithmetic, if the model's forward has autocast inside; None: that of autocast here, or of the
             parameters.
+        options: of `check_first_use`.
     """
     config = causal_lm.config
     with refusing("unsupported"):
         check_supported(config)
-        check_attention(config)
+        table.check_attention(config)
         if device.type == "cuda":
             if dtype is None and torch.is_autocast_enabled("cuda"):
                 dtype = torch.get_autocast_dtype("cuda")
@@ -63,16 +58,15 @@ def check_model(
                 dtype = causal_lm.get_input_embeddings().weight.dtype
             if (refusal := kernels_refusal(config, dtype)) is not None:
                 raise Refused(*refusal)
-        first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
         try:
-            check_first_use(causal_lm, device, model=model, **first_use)
-        except FirstUseError as error:
+            check.check_first_use(causal_lm, device, **options)
+        except table.FirstUseError as error:
             raise Refused(error.reason, str(error) + about_dropout * (error.reason == "dropout")) from None
 
 
 def take_layouts(causal_lm: Any) -> None:
     """Let the model's attention take a layout; where it cannot, `check_attention` says so."""
-    name = text_config(causal_lm.config)._attn_implementation
+    name = unwrap.text_config(causal_lm.config)._attn_implementation
     known = AttentionInterface._global_mapping
     if name in known and not hasattr(known[name], table.TAKES_LAYOUT):
         wrap((name,))
@@ -87,7 +81,7 @@ def take_layouts(causal_lm: Any) -> None:
 
 def _has_interface(causal_lm: Any) -> bool:
     """True if the text of a model attends through transformers' interface."""
-    text = text_config(causal_lm.config)
+    text = unwrap.text_config(causal_lm.config)
     models = (part for part in causal_lm.modules() if isinstance(part, PreTrainedModel) and part.config is text)
     return all(model._can_set_attn_implementation() for model in models)
 

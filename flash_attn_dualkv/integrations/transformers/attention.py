@@ -15,7 +15,6 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ... import checks, guard
-from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...kernels import max_head_dim
 from ...layout import SharedPromptLayout, check_unpacked
@@ -127,8 +126,8 @@ def _attend(
     q, k = _in_type_of(v, q, k)
     scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     widest = max(q.shape[-1], v.shape[-1])
-    if widest > PORTABLE_HEAD_DIM:
-        most = MAX_HEAD_DIM if backend == "reference" else max_head_dim(v.device)
+    if widest > checks.PORTABLE_HEAD_DIM:
+        most = checks.MAX_HEAD_DIM if backend == "reference" else max_head_dim(v.device)
         if widest > most:
             raise SharedPromptUnsupportedError("head_dim", f"at most {most} with a shared prompt", widest)
     tensors = _widen(q), _widen(k), _widen(v)
@@ -166,7 +165,7 @@ def _in_type_of(value: Tensor, *others: Tensor) -> Iterator[Tensor]:
 
 def _widen(tensor: Tensor) -> Tensor:
     """Zeros beyond the head dimension change no score; those of v are columns of the output that are cut off."""
-    missing = -tensor.shape[-1] % HEAD_DIM_MULTIPLE
+    missing = -tensor.shape[-1] % checks.HEAD_DIM_MULTIPLE
     return functional.pad(tensor, (0, missing)) if missing else tensor
 
 

@@ -15,17 +15,7 @@ from ... import checks
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ...host import offsets_of, to_device, untraced
-from .admission.check import check_first_use
-from .admission.table import check_attention, check_length, check_supported
-from .admission.unwrap import (
-    backbone_name,
-    causal_lm_of,
-    is_plain,
-    kept_outputs,
-    lock_of,
-    replaced_forward,
-    text_config,
-)
+from .admission import check, table, unwrap
 from .forward import COMPILE_THE_MODEL, check_vocabulary, checked_rows
 from .packed_forward import packed_forward, packed_row
 from .query_pruning import has_foreign_forward
@@ -63,27 +53,25 @@ def shared_prompt_values(
         SharedPromptLayoutError: an attention layer has not got the layout.
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_prefix_tree)")
-    checks.flag("self_check", self_check)
-    checks.flag("share_lora_dropout", share_lora_dropout)
-    classifier = causal_lm_of(model)
-    with lock_of(classifier):
+    classifier = unwrap.causal_lm_of(model)
+    with unwrap.lock_of(classifier):
         check_classifier(classifier)
-        check_attention(classifier.config)
+        table.check_attention(classifier.config)
         first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
-        check_first_use(classifier, batch.input_ids.device, model=model, **first_use)
+        check.check_first_use(classifier, batch.input_ids.device, model=model, **first_use)
         check_vocabulary(classifier, batch)
-        check_length(classifier, batch.layout.max_sequence)
+        table.check_length(classifier, batch.layout.max_sequence)
         wanted = _pooled_rows(classifier, batch) if rows is None else checked_rows(rows, batch)
 
         def answer(stock: Callable[..., Any], *args: Any, **inputs: Any) -> Tensor:
             # The plain method would run the head over all rows.
-            if is_plain(stock, classifier):
+            if unwrap.is_plain(stock, classifier):
                 return values_of_rows(classifier, wanted, inputs)
             return _values_as_wrapped(stock, classifier, wanted, inputs)
 
         row = packed_row(classifier, batch)
         wanted = to_device([wanted], batch.input_ids.device)[0]
-        with packed_forward(row), replaced_forward(classifier, answer) as call:
+        with packed_forward(row), unwrap.replaced_forward(classifier, answer) as call:
             values: Tensor = call(model, row.inputs)
     return values
 
@@ -101,14 +89,14 @@ def check_classifier(model: Any) -> None:
     if (pooling := getattr(model, "pooling", "eos")) != "eos":
         expected = '"eos", the value of the last token that is not padding'
         raise SharedPromptError(f"pooling of {type(model).__name__}", expected, repr(pooling))
-    check_supported(model.config)
+    table.check_supported(model.config)
 
 
 def values_of_rows(classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Tensor:
     """(n, num_labels) of a forward's keyword arguments, which wrappers may have added to; on the device of `rows`."""
     given = {name: value for name, value in inputs.items() if value is not None} | {"attention_mask": None}
     given.pop("return_dict", None)
-    backbone = getattr(classifier, str(backbone_name(classifier)))
+    backbone = getattr(classifier, str(unwrap.backbone_name(classifier)))
     states = backbone(**given).last_hidden_state[0]
     hidden = states.index_select(0, rows.to(states.device))
     if isinstance(classifier, GenericForTokenClassification):
@@ -118,7 +106,7 @@ def values_of_rows(classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Ten
 
 def _values_as_wrapped(stock: Callable[..., Any], classifier: Any, rows: Tensor, inputs: dict[str, Any]) -> Tensor:
     """Values of some rows, inside what a library has put around the model's forward: accelerate's autocast, say."""
-    with kept_outputs(classifier.score) as found:
+    with unwrap.kept_outputs(classifier.score) as found:
         stock(**{**inputs, "attention_mask": None, "return_dict": True})
     if len(found) != 1:
         raise SharedPromptError("model", "a forward that calls its head once", f"{len(found)} calls")
@@ -132,7 +120,7 @@ def _pooled_rows(classifier: Any, batch: PackedBatch) -> Tensor:
         expected = "rows whose values are wanted (batch.token_index, for example): it has one a token"
         raise SharedPromptError("rows", expected, f"None with a {type(classifier).__name__}")
     last_rows = batch.last_rows  # refuses a sequence without tokens
-    padding = text_config(classifier.config).pad_token_id
+    padding = unwrap.text_config(classifier.config).pad_token_id
     if padding is None:
         return last_rows
     lengths = batch.jagged_offsets.diff()

@@ -26,17 +26,7 @@ from ...parallel.sharded import DividedLayout, check_divided, same_on_all_ranks
 from ...pieces import KeptKeys
 from ...scores import rows_of_a_chunk, score_in_chunks
 from ..common.buffers import unchanged_buffers
-from .admission.check import check_first_use
-from .admission.table import check_attention, check_length, check_supported
-from .admission.unwrap import (
-    backbone_name,
-    causal_lm_of,
-    is_elsewhere,
-    kept_outputs,
-    lock_of,
-    replaced_forward,
-    text_config,
-)
+from .admission import check, table, unwrap
 from .packed_forward import packed_forward, packed_row
 from .zero3 import already_gathered, gathered_modules, head_modules, score_gathered
 
@@ -164,7 +154,7 @@ def scored_tokens(
 
     def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
         wanted = targets.to(hidden.device)
-        frozen = causal_lm_of(model).get_output_embeddings().parameters()
+        frozen = unwrap.causal_lm_of(model).get_output_embeddings().parameters()
         options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, frozen=frozen)
         return score_in_chunks(head, hidden, wanted, rows=rows, max_target=batch.max_token, **options)
 
@@ -258,18 +248,16 @@ def _scored(
     With a divided layout the rows are those of this rank. `first_use`: options of `check_first_use`. `read`: the rows
     that are read, for `drop_unread`; None if they are those that score tokens.
     """
-    for name, value in first_use.items():
-        checks.flag(name, value)
-    causal_lm = causal_lm_of(model)
-    with lock_of(causal_lm):
+    causal_lm = unwrap.causal_lm_of(model)
+    with unwrap.lock_of(causal_lm):
         backbone = check_forward(causal_lm)
         head = head_modules(causal_lm, backbone)
-        check_first_use(causal_lm, batch.input_ids.device, model=model, stateless=head, **first_use)
+        check.check_first_use(causal_lm, batch.input_ids.device, model=model, stateless=head, **first_use)
         check_vocabulary(causal_lm, batch)
-        check_length(causal_lm, batch.layout.max_sequence)
+        table.check_length(causal_lm, batch.layout.max_sequence)
         row = packed_row(causal_lm, batch, layout, drop_unread=drop_unread, rows=read, ancestors=ancestors)
         scorer = _Scorer(causal_lm, backbone, rows, score)
-        with packed_forward(row), replaced_forward(causal_lm, scorer) as call:
+        with packed_forward(row), unwrap.replaced_forward(causal_lm, scorer) as call:
             # Through the outermost module, so that wrappers see one forward with the scores as its
             # output.
             scores: tuple[Tensor, ...] = call(model, row.inputs)
@@ -279,9 +267,9 @@ def _scored(
 
 def check_forward(causal_lm: Any) -> str:
     """Check everything that can be known before the forward; returns the name of the backbone."""
-    check_supported(causal_lm.config)
-    check_attention(causal_lm.config)
-    name = backbone_name(causal_lm)
+    table.check_supported(causal_lm.config)
+    table.check_attention(causal_lm.config)
+    name = unwrap.backbone_name(causal_lm)
     if name is None or causal_lm.get_output_embeddings() is None:
         raise SharedPromptError("model", "a causal LM (a backbone with a head)", type(causal_lm).__name__)
     if "logits_to_keep" not in inspect.signature(type(causal_lm).forward).parameters:
@@ -326,14 +314,14 @@ class _Scorer:
         # Layers may lie on several devices; the last of them says where the scores are computed.
         here = states.device
         hidden = states.index_select(0, self.rows.to(here))
-        rows = rows_of_a_chunk(text_config(self.causal_lm.config).vocab_size)
+        rows = rows_of_a_chunk(unwrap.text_config(self.causal_lm.config).vocab_size)
         gathered = gathered_modules(self.causal_lm, self.backbone)
 
         def logits(hidden: Tensor) -> Tensor:
             """(rows, D) -> (rows, vocabulary)."""
             ready = type(output)(last_hidden_state=hidden[None])
             ready_backbone = _ready_backbone(self.causal_lm, self.backbone, ready)
-            with lock_of(self.causal_lm), ready_backbone, already_gathered(gathered):
+            with unwrap.lock_of(self.causal_lm), ready_backbone, already_gathered(gathered):
                 # Some heads read the input's length, none more: the backbone's output is ready.
                 inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
                 result: Tensor = stock(**inputs).logits[0].to(here)
@@ -345,7 +333,7 @@ class _Scorer:
 
     def _run_backbone(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""
-        with kept_outputs(getattr(self.causal_lm, self.backbone)) as outputs:
+        with unwrap.kept_outputs(getattr(self.causal_lm, self.backbone)) as outputs:
             # Wrappers add arguments of their own, return_dict among them.
             # A slice is on no device. Given a number, models whose last layers share keys
             # compute these for the last rows alone.
@@ -379,6 +367,6 @@ class _ReadyBackbone(nn.Module):
         return getattr(self.__dict__["backbone"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if is_elsewhere(self.__dict__["thread"]):
+        if unwrap.is_elsewhere(self.__dict__["thread"]):
             return self.__dict__["backbone"](*args, **kwargs)
         return self.__dict__["output"]

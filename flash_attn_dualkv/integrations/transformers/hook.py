@@ -16,9 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ... import checks, guard
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...layout import SharedPromptLayout, check_unpacked
-from .admission.check import check_first_use
-from .admission.table import check_length, check_one_row, check_positions, check_supported, num_mixing_layers
-from .admission.unwrap import backbone_name, causal_lm_of, holds, is_replaced
+from .admission import check, table, unwrap
 from .hybrid import prepare
 from .images import check_row_images, drop_layout, towers_of
 from .patches import check_labels
@@ -53,16 +51,16 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True, share_lora
         SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, when the positions
             are not those of the layout's batch or the ids are another one's, or when either come without a layout.
     """
-    stock = causal_lm_of(model)
-    check_supported(stock.config)
-    name = backbone_name(stock)
+    stock = unwrap.causal_lm_of(model)
+    table.check_supported(stock.config)
+    name = unwrap.backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
-    check_positions(modules[-1])
+    table.check_positions(modules[-1])
     prepare(stock)
     first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
     for name, value in first_use.items():
         checks.flag(name, value)
-    return LayoutHook(modules, num_mixing_layers(stock), first_use)
+    return LayoutHook(modules, table.num_mixing_layers(stock), first_use)
 
 
 def _check_inputs(layout: Any, inputs: dict[str, Any], model: nn.Module) -> None:
@@ -72,10 +70,10 @@ def _check_inputs(layout: Any, inputs: dict[str, Any], model: nn.Module) -> None
     if position_ids is None:
         expected = "batch.position_ids[None] with a shared prompt"
         raise SharedPromptLayoutError("position_ids", expected, "none, so that the model would count rows")
-    check_one_row(position_ids)
+    table.check_one_row(position_ids)
     layout.check_positions(position_ids)
     layout.check_ids(inputs.get("input_ids"))
-    check_length(model, layout.max_sequence)
+    table.check_length(model, layout.max_sequence)
     check_labels(inputs.get("labels"), inputs.get("shift_labels"))
     check_row_images(model, position_ids, inputs)
 
@@ -174,17 +172,17 @@ class LayoutHook:
         if own is not None:
             own.check()
         layout = kwargs.get("shared_prompt_layout")
-        if layout is not None and not is_replaced(module):
+        if layout is not None and not unwrap.is_replaced(module):
             _check_output(output, layout, self._inputs(module, args, kwargs))
 
     def _try(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """SharedPromptError if the model cannot share prompts in its present mode and with its present adapters."""
-        if is_replaced(module):  # inside shared_prompt_forward, which has checked
+        if unwrap.is_replaced(module):  # inside shared_prompt_forward, which has checked
             return
         self._tried.add(module.training)
         given = [inputs.get(name) for name in ("input_ids", "inputs_embeds")]
         device = next((one.device for one in given if isinstance(one, Tensor)), torch.device("cpu"))
-        check_first_use(module, device, **self._first_use)
+        check.check_first_use(module, device, **self._first_use)
 
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a forward by their names."""
@@ -199,7 +197,7 @@ class LayoutHook:
         """
         while (expectation := guard.current()) is not None:
             owner = expectation.owner
-            is_own = isinstance(owner, tuple) and owner[0] is self and holds(module, owner[1])
+            is_own = isinstance(owner, tuple) and owner[0] is self and unwrap.holds(module, owner[1])
             if not is_own:
                 return
             guard.end(expectation)

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
-from ...checks import describe
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ...parallel.sharded import DividedLayout, check_divided
-from .admission.table import media_among
-from .admission.unwrap import causal_lm_of, tower_configs, tower_names
+from .admission import table, unwrap
 
 # Multimodal models, by `model_type`, whose images are exact in a shared prompt.
 FAMILIES = frozenset(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"))
@@ -58,7 +56,7 @@ def check_images(model: nn.Module, names: Iterable[str]) -> None:
     Raises:
         SharedPromptUnsupportedError: names the model, the input, or dropout of a tower.
     """
-    causal_lm = causal_lm_of(model)
+    causal_lm = unwrap.causal_lm_of(model)
     kind = getattr(causal_lm.config, "model_type", None)
     if kind in BOTH_WAYS:
         expected = "text alone with a shared prompt (tokens of an image see each other both ways)"
@@ -96,7 +94,7 @@ def row_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout | Non
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     if layout is not None:
         return _divided_inputs(model, batch, layout)
-    causal_lm = causal_lm_of(model)
+    causal_lm = unwrap.causal_lm_of(model)
     ids, whole = batch.input_ids, batch.layout
     positions = batch.row_values.get("position_ids")
     if positions is not None and positions.dim() > 1 and len(positions) == 1:
@@ -131,7 +129,7 @@ def _divided_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout)
 def _is_marked(causal_lm: Any) -> bool:
     """True if a model of text and images is told which tokens are which, as some require in training mode."""
     parameters = inspect.signature(type(causal_lm).forward).parameters
-    return "mm_token_type_ids" in parameters and bool(tower_configs(causal_lm.config))
+    return "mm_token_type_ids" in parameters and bool(unwrap.tower_configs(causal_lm.config))
 
 
 def _marks(config: Any, batch: PackedBatch) -> Tensor:
@@ -166,7 +164,7 @@ def images_of_samples(
     found: dict[str, list[Tensor | None]] = {}
     if not media:
         return found
-    config = causal_lm_of(model).config
+    config = unwrap.causal_lm_of(model).config
     check_images(model, media)
     merged = config.vision_config.spatial_merge_size**2
     for medium in MEDIA:
@@ -231,7 +229,7 @@ def check_placeholders(config: Any, batch: PackedBatch) -> None:
             name = f"{medium.pixels} of the group of sample {first[group]}"
             patches = 0 if grids is None else int(grids.prod(-1).sum())
             if patches != (0 if pixels is None else len(pixels)):
-                raise SharedPromptError(name, f"{patches} patches, as its {medium.grids}", describe(pixels))
+                raise SharedPromptError(name, f"{patches} patches, as its {medium.grids}", checks.describe(pixels))
             tokens = patches // config.vision_config.spatial_merge_size**2
             behind = sum(counts[root + 1 : following])
             if tokens != counts[root] or behind:
@@ -256,7 +254,7 @@ def row_positions(model: nn.Module, batch: PackedBatch) -> Tensor:
 
     Those that the model gives each sequence alone: what follows a prompt's images counts on from their largest one.
     """
-    causal_lm = causal_lm_of(model)
+    causal_lm = unwrap.causal_lm_of(model)
     counter = _counter_of(causal_lm)
     layout = batch.layout
     begins = [*accumulate(layout.node_lens, initial=0)]
@@ -285,7 +283,7 @@ def row_positions(model: nn.Module, batch: PackedBatch) -> Tensor:
 
 def towers_of(model: Any) -> list[nn.Module]:
     """The outermost modules of a model that see pixels alone."""
-    names = {name.removesuffix(".") for name in tower_names(model)}
+    names = {name.removesuffix(".") for name in unwrap.tower_names(model)}
     return [model.get_submodule(name) for name in names]
 
 
@@ -312,10 +310,10 @@ def check_row_images(model: nn.Module, position_ids: Tensor, inputs: Mapping[str
     Raises:
         SharedPromptError: says which inputs, or which positions.
     """
-    media = media_among(inputs)
+    media = table.media_among(inputs)
     if not media:
         return
     check_images(model, media)
     if position_ids.dim() != 3:
         expected = "those of images, (n, 1, T) as row_inputs gives them"
-        raise SharedPromptError("position_ids", expected, describe(position_ids))
+        raise SharedPromptError("position_ids", expected, checks.describe(position_ids))

@@ -22,8 +22,7 @@ from ...guard import expect_shared_prompt
 from ...layout import SharedPromptLayout
 from ...parallel.sharded import DividedLayout
 from ...pieces import KeptKeys, PieceLayout
-from .admission.table import num_mixing_layers
-from .admission.unwrap import causal_lm_of
+from .admission import table, unwrap
 from .images import row_inputs, towers_without_layout
 from .query_pruning import late_layout
 
@@ -80,7 +79,7 @@ def packed_row(
         ancestors: where the keys come from of nodes that the batch continues and has no rows of; for a batch with a
             `PieceLayout`.
     """
-    causal_lm = causal_lm_of(model)
+    causal_lm = unwrap.causal_lm_of(model)
     layout = batch.layout if layout is None else layout
     if ancestors is not None:
         layout = replace(checks.instance("batch.layout", layout, PieceLayout), keys=ancestors)
@@ -101,6 +100,6 @@ def packed_forward(row: PackedRow) -> Iterator[None]:
     Raises:
         SharedPromptLayoutError: on leaving, if a layer has attended without the layout.
     """
-    expected = expect_shared_prompt(row.layout, num_mixing_layers(row.causal_lm))
+    expected = expect_shared_prompt(row.layout, table.num_mixing_layers(row.causal_lm))
     with expected, towers_without_layout(row.causal_lm, row.batch):
         yield

@@ -20,8 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ...errors import SharedPromptError
 from ..common.patching import in_place_of, replace_once
-from .admission.table import check_one_row
-from .admission.unwrap import text_config, tower_configs
+from .admission import table, unwrap
 
 # Attention implementations made by `register`, and the fallback of each.
 own_names: dict[str, str] = {}
@@ -65,13 +64,13 @@ def _checked_loss(stock: Callable[[Any], Callable[..., Any]]) -> Callable[[Any],
 def _check_positions(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Hook before a model on a registered name."""
     if kwargs.get("shared_prompt_layout") is not None:
-        check_one_row(kwargs.get("position_ids"))
+        table.check_one_row(kwargs.get("position_ids"))
 
 
 def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
     def get_correct_attn_implementation(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         # Towers get no choice here, before they are made: they then choose as stock ones do.
-        _keep(tower_configs(model.config), None)
+        _keep(unwrap.tower_configs(model.config), None)
         if requested_attention in own_names and any(model.config is one for one in _unchanged.get()):
             return str(model.config._attn_implementation)
         if requested_attention in own_names and not model._supports_attention_backend:
@@ -96,7 +95,7 @@ def _keep(configs: list[Any], implementation: str | None) -> None:
 
 def _change_of_text(stock: Callable[..., None]) -> Callable[..., None]:
     def set_attn_implementation(model: Any, *args: Any, **kwargs: Any) -> None:
-        towers = tower_configs(model.config)
+        towers = unwrap.tower_configs(model.config)
         before = [(config, config._attn_implementation) for config in towers]
         token = _unchanged.set(tuple(towers))
         try:
@@ -114,7 +113,7 @@ def _stock_batching(stock: Callable[..., Any]) -> Callable[..., Any]:
         # On the stock attention that it runs on without a layout, under the name that this has.
         configs = {id(one.config): one.config for one in model.modules() if isinstance(one, PreTrainedModel)}.values()
         before = [(config, config._attn_implementation) for config in configs]
-        has_softcap = getattr(text_config(model.config), "attn_logit_softcapping", None) is not None
+        has_softcap = getattr(unwrap.text_config(model.config), "attn_logit_softcapping", None) is not None
         auto = "sdpa" if model._supports_sdpa and not has_softcap else "eager"
         for config, name in before:
             if name in own_names:

@@ -21,8 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...data.batch import PackedBatch
 from ...layout import SharedPromptLayout
-from .admission.side_effects import BOOKKEEPERS, comes_from
-from .admission.unwrap import decoder_of
+from .admission import side_effects, unwrap
 
 # Types of text models whose layers are known to work row by row but for attention.
 MODEL_TYPES = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
@@ -32,7 +31,7 @@ _BY_ROW = ("hidden_states", "per_layer_input", "position_embeddings")
 # Configuration fields: outputs of all rows that are kept, and routers, which may count rows.
 _READING_ALL = ("output_hidden_states", "output_attentions", "output_router_logits", "enable_moe_block")
 # Packages whose hooks read no rows, unless a field above asks for it.
-_NOT_READING = (*BOOKKEEPERS, "transformers.")
+_NOT_READING = (*side_effects.BOOKKEEPERS, "transformers.")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Value of rows that have left. With zeros gradients of norms by hand (Gemma 3n) would be NaN there.
 _FILLER = 1.0
@@ -49,7 +48,7 @@ def late_layout(causal_lm: Any, batch: PackedBatch, rows: Tensor | None = None) 
         batch: of a forward.
         rows: (n,) int64, all that is read of the backbone's output; None for `batch.token_index`.
     """
-    decoder = decoder_of(causal_lm)
+    decoder = unwrap.decoder_of(causal_lm)
     if any(getattr(one, name, False) for one in (causal_lm.config, decoder.config) for name in _READING_ALL):
         return None
     layers = late_layers(decoder)
@@ -91,7 +90,7 @@ def _is_watched(causal_lm: Any, early: Iterable[nn.Module]) -> bool:
     while pending:
         module = pending.pop()
         for hook in itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS):
-            if not comes_from(hook, _NOT_READING):
+            if not side_effects.comes_from(hook, _NOT_READING):
                 return True
         pending += [one for one in module.children() if one not in skipped]
     return False
@@ -99,7 +98,7 @@ def _is_watched(causal_lm: Any, early: Iterable[nn.Module]) -> bool:
 
 def prepare(model: Any) -> None:
     """Let the late layers of a model take a layout with `late`; once, and for calls with such a layout only."""
-    layers = late_layers(decoder_of(model))
+    layers = late_layers(unwrap.decoder_of(model))
     for layer in layers:
         if _leave not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_leave, with_kwargs=True)

@@ -25,7 +25,6 @@ from transformers import AttentionInterface
 
 from ... import checks, ops
 from ...calls import make_options
-from ...checks import explain
 from ...data.prefix_tree import SHIFTS, Boundary, checked_boundary
 from ...decode.attention import shared_prefix_decode
 from ...decode.calls import PAGE_ROWS
@@ -75,7 +74,7 @@ def register_decode(boundary: Boundary = "replicate", *, exact: Literal["trainer
     try:
         replace_all(_seams())
     except (ImportError, SharedPromptUnsupportedError) as error:
-        message = explain("transformers", "5.17 or newer", f"{transformers.__version__}: {error}")
+        message = checks.explain("transformers", "5.17 or newer", f"{transformers.__version__}: {error}")
         raise SharedPromptError(message) from error
     for name in NAMES:
         AttentionInterface.register(name, attend)
@@ -141,7 +140,7 @@ def _offer_tables(stock: Any, config: Any, cb_config: Any, *args: Any, **kwargs:
         return
     cb_config._attn_implementation = config._attn_implementation  # for `_decide_graphs`
     if (expected := tables_lack(config)) is not None:
-        message = explain("model", f"{expected}, to decode over pages", config.model_type)
+        message = checks.explain("model", f"{expected}, to decode over pages", config.model_type)
         warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=3)
         cb_config.max_blocks_per_request = 0
     elif cb_config.max_blocks_per_request != 0 and (size := _page_size(cb_config)) % PAGE_ROWS:
@@ -275,7 +274,7 @@ class Rollout:
             # Differential attention: values of the second call would be written over those of the first.
             expected, got = "one attention over its keys", "two"
         if expected:
-            message = explain(f"layer {layer}", f"{expected}, to decode over pages", got)
+            message = checks.explain(f"layer {layer}", f"{expected}, to decode over pages", got)
             raise SharedPromptUnsupportedError(f"{message}; generate without register_decode()")
         self._last = layer, k
         if self._plan is None:

@@ -29,10 +29,7 @@ from ...data.samples import Beside, Samples, read_padded
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ..common import pipeline
 from ..common.options import REASONS, Options, Refusal, Refused, refusing
-from ..common.pipeline import Tally, check_model, planned, samples_of, scattered, take_layouts
-from ..transformers.admission import table
-from ..transformers.admission.table import is_mark_of_text
-from ..transformers.admission.unwrap import backbone_name, causal_lm_of, text_config
+from ..transformers.admission import table, unwrap
 from ..transformers.classifiers import check_classifier, values_of_rows
 from ..transformers.images import images_of_samples
 from ..transformers.packed_forward import PackedRow, packed_forward, packed_row
@@ -63,7 +60,7 @@ class Sharing(pipeline.Sharing):
     def paused(self) -> Iterator[None]:
         """Forwards inside are stock ones and are not counted."""
         off, tally, announced = self.off, self.tally, self.announced
-        self.off, self.tally, self.announced = Refusal("switched_off", "paused"), Tally(), {"switched_off"}
+        self.off, self.tally, self.announced = Refusal("switched_off", "paused"), pipeline.Tally(), {"switched_off"}
         try:
             yield
         finally:
@@ -71,8 +68,8 @@ class Sharing(pipeline.Sharing):
 
     def install(self, model: Any) -> None:
         """Let a model that has TRL's forward share prompts."""
-        stock = causal_lm_of(model)
-        take_layouts(stock)
+        stock = unwrap.causal_lm_of(model)
+        pipeline.take_layouts(stock)
         # What TRL scores has an LM head.
         kind = SharedValues if stock.get_output_embeddings() is None else SharedForward
         kind(self, stock)
@@ -143,21 +140,21 @@ class SharedForward:
         if self._unsupported is not None:
             raise Refused(*self._unsupported)
         devices = [value.device for value in inputs.values() if isinstance(value, Tensor)]
-        check_model(
+        pipeline.check_model(
             self.causal_lm,
             devices[0] if devices else self.causal_lm.device,
             about_dropout=" (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)",
             **self.sharing.options.first_use,
         )
         media = table.media_among(inputs)
-        marks = {name for name, value in inputs.items() if is_mark_of_text(name, value)}
+        marks = {name for name, value in inputs.items() if table.is_mark_of_text(name, value)}
         given = {name for name, value in inputs.items() if value is not None and value is not False} - marks
         others = sorted(given - self.needed - self.unused - {*media})
         if args or others or not given >= self.needed:
             got = ", ".join(others) or sorted(given)
             raise Refused("arguments", f"the model is given {got} (needs {sorted(self.needed)})")
         samples, found = self._samples(inputs, media)
-        batch = pack(samples, planned(samples, self.sharing.options))
+        batch = pack(samples, pipeline.planned(samples, self.sharing.options))
         wants_routers = bool(inputs.get("output_router_logits"))
         row = packed_row(self.causal_lm, batch, drop_unread=self._drops_unread and not wants_routers)
         passed_on = {name: inputs[name] for name in ("output_router_logits",) if name in inputs}
@@ -191,7 +188,7 @@ class SharedForward:
                 raise Refused("samples", "padding stands before tokens")
             # Nothing scores the first token, which the stock forward leaves out too.
             scored = torch.cat([torch.zeros_like(is_scored[:, :1]), is_scored[:, 1:]], 1)
-            return samples_of(ids, mask.bool(), scored), None
+            return pipeline.samples_of(ids, mask.bool(), scored), None
         with refusing("samples"):
             return read_padded(ids, mask, is_prompt.sum(1), Beside(images=images)), None
 
@@ -209,20 +206,20 @@ class SharedForward:
     @torch.compiler.disable(recursive=False)
     def _compute(self, batch: PackedBatch, given: dict[str, Any], found: Any) -> Any:
         """TRL's output for the packed row."""
-        config = text_config(self.causal_lm.config)
+        config = unwrap.text_config(self.causal_lm.config)
         inputs = {**given, "shift_labels": batch.row_labels[None]}
         without_mask: Any = nullcontext()
         if given.get("output_router_logits") or getattr(config, "output_router_logits", 0):
             # The loss that balances experts is a mean over tokens, weighted by its mask.
             inputs["attention_mask"] = batch.multiplicity[None]
-            without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
+            without_mask = _without_mask(getattr(self.causal_lm, unwrap.backbone_name(self.causal_lm) or ""))
         with without_mask:
             return self.stock(fused_lm_head=True, **inputs)
 
     def _unpack(self, output: Any, batch: PackedBatch, inputs: dict[str, Any]) -> Any:
         """Fields (B, S - 1), 0 where no label is next."""
         output = _unpack(output, inputs["labels"][:, 1:] != IGNORED_LABEL, batch)
-        weight = getattr(text_config(self.causal_lm.config), "router_aux_loss_coef", 0.0)
+        weight = getattr(unwrap.text_config(self.causal_lm.config), "router_aux_loss_coef", 0.0)
         output["loss"] = _loss(output, inputs.get("num_items_in_batch"), weight)
         return output
 
@@ -261,11 +258,11 @@ class SharedValues(SharedForward):
         lengths = mask.sum(1)
         columns = torch.arange(ids.shape[1], device=ids.device)
         # Where the stock forward reads, whatever the mask says.
-        padding = text_config(self.causal_lm.config).pad_token_id
+        padding = unwrap.text_config(self.causal_lm.config).pad_token_id
         last = torch.where(ids == padding, 0, columns).amax(1) if padding is not None else lengths - 1
         if ((columns < lengths[:, None]) != mask).any() or (last >= lengths).any():
             raise Refused("samples", "the real tokens of a sequence do not stand together at its beginning")
-        return samples_of(ids, mask, torch.zeros_like(mask)), last
+        return pipeline.samples_of(ids, mask, torch.zeros_like(mask)), last
 
     @torch.compiler.disable(recursive=False)
     def _compute(self, batch: PackedBatch, given: dict[str, Any], found: Any) -> Any:
@@ -298,7 +295,7 @@ def _unpack(output: Any, is_scored: Tensor, batch: PackedBatch) -> Any:
         if not isinstance(value, Tensor) or value.shape != (1, batch.layout.num_tokens):
             return value
         # Row by row, the tokens that are scored are the responses in their original order.
-        return scattered(value[0].index_select(0, batch.token_index), is_scored)
+        return pipeline.scattered(value[0].index_select(0, batch.token_index), is_scored)
 
     return type(output)(**{name: placed(value) for name, value in output.items()})
 

@@ -10,10 +10,9 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
-from ...data.plan import MIN_SHARED
 from ...errors import SharedPromptError
 from ...parallel.agreement import all_ranks, largest_of_ranks
-from ..common.options import PREFIX, REASONS, Options, Refusal
+from ..common.options import GONE, PREFIX, REASONS, Options, Refusal
 from ..common.pipeline import Verification, difference, savings
 from .regroup import keep_siblings_together
 from .sharing import Sharing
@@ -56,31 +55,14 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         SharedPromptError: an argument is not as described.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        min_dedup_ratio: float = Options().min_dedup_ratio,
-        max_responses_per_group: None = None,
-        verify_first_steps: int = 0,
-        self_check: bool = True,
-        min_shared: int | None = MIN_SHARED,
-        drop_unread: bool = True,
-        share_lora_dropout: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        given = dict(
-            min_dedup_ratio=min_dedup_ratio,
-            max_responses_per_group=max_responses_per_group,
-            verify_first_steps=verify_first_steps,
-            self_check=self_check,
-            min_shared=min_shared,
-            drop_unread=drop_unread,
-            share_lora_dropout=share_lora_dropout,
-        )
-        self._sharing_options = Options.checked({name: (name, value) for name, value in given.items()})
-        self._verification = Verification(verify_first_steps, "policy")
-        if verify_first_steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
-            got = f"{verify_first_steps} for a {type(self).__name__}"
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        names = {*Options._fields, GONE} - {"enabled"}
+        given = {name: (name, kwargs.pop(name)) for name in names & kwargs.keys()}
+        self._sharing_options = Options.checked(given)
+        steps = self._sharing_options.verify_first_steps
+        self._verification = Verification(steps, "policy")
+        if steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
+            got = f"{steps} for a {type(self).__name__}"
             raise SharedPromptError("verify_first_steps", "0 for a trainer without rollouts", got)
         self._sharing: Sharing | None = None
         self._known_reasons: set[str] = set()

@@ -25,11 +25,8 @@ from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ...parallel.sharded import same_on_all_ranks
 from ...parallel.ulysses import UlyssesLayout
-from ..common.options import Refusal
 from ..transformers import install_layout_hook, wrap
-from ..transformers.admission.check import check_first_use
-from ..transformers.admission.table import FirstUseError, is_hybrid
-from ..transformers.admission.unwrap import backbone_name, causal_lm_of, text_config
+from ..transformers.admission import check, table, unwrap
 from ..transformers.images import check_images, check_placeholders, placeholders_of
 from ..transformers.packed_forward import packed_forward, packed_row
 from ..transformers.rope import rope_of_ranks
@@ -62,44 +59,32 @@ class _SharedPrompts(SharedPrompts):
 
     def _attach(self, module: Any) -> str | None:
         """Let the model take layouts; or why it does not."""
-        if self.ulysses_sequence_parallel_size > 1 and is_hybrid(module.config):
+        if self.ulysses_sequence_parallel_size > 1 and table.is_hybrid(module.config):
             return "a layer that carries a state along the sequence needs the whole row on one GPU (no Ulysses)"
         try:
-            wrap([text_config(module.config)._attn_implementation])
-            head, self.decoder = causal_lm_of(module), patches.decoder_of(module)
+            wrap([unwrap.text_config(module.config)._attn_implementation])
+            head, self.decoder = unwrap.causal_lm_of(module), patches.decoder_of(module)
             # Not on the whole model: verl's forwards drop arguments, and towers must get no layout.
             # Nor is it tried there: whether the model can be shared is known before samples are.
             install_layout_hook(self.decoder, self_check=False)
         except SharedPromptError as error:
             return str(error)
-        name = backbone_name(head)
+        name = unwrap.backbone_name(head)
         self.runs_towers_on_text = name is not None and patches.is_replaced(getattr(head, name))
         self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None
 
-    def _refusal_now(self, data: TensorDict) -> Refusal | None:
-        """Why the model cannot share in its mode with its adapters; all ranks ask together."""
-        if self.refusal is not None:
-            return Refusal("unsupported", self.refusal)
+    def _check_mode(self) -> None:
         if get_device_name() == "cuda" and self._kernels_lack():
-            return None
+            return
         device = torch.empty(0, device=get_device_id()).device
         dtype = self._dtype()
         is_cast = dtype != torch.float32  # as in verl's forward_step
         autocast = torch.autocast(get_device_name(), dtype=dtype if is_cast else None, enabled=is_cast)
-        try:
-            with patches.stock_layers(), autocast:
-                # Micro-batches are other ones than verl's, and as many as they need.
-                options = dict(self.options.first_use, stateless=[self.stock_module])
-                check_first_use(self.decoder, device, model=self.module, **options)
-        except SharedPromptError as error:
-            reason = error.reason if isinstance(error, FirstUseError) else "unsupported"
-            refusal = Refusal(reason, str(error))
-            if refusal.message not in self.announced:
-                self.announced.add(refusal.message)
-                self._announce(f"prompts are NOT shared: {refusal.told(data['input_ids'])}")
-            return refusal
-        return None
+        with patches.stock_layers(), autocast:
+            # Micro-batches are other ones than verl's, and as many as they need.
+            options = dict(self.options.first_use, stateless=[self.stock_module])
+            check.check_first_use(self.decoder, device, model=self.module, **options)
 
     def _dtype(self) -> torch.dtype:
         return getattr(self, "_autocast_dtype", torch.bfloat16)

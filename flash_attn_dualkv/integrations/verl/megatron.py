@@ -28,7 +28,6 @@ from ...data.batch import PackedBatch
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ...parallel.sharded import same_on_all_ranks
-from ..common.options import Refusal
 from ..common.versions import VERL
 from ..megatron import install as install_in_model
 from ..megatron import recorded_routes, replay_routes, shared_prompt_forward, shared_prompt_values
@@ -79,16 +78,9 @@ class _SharedPrompts(SharedPrompts):
             return str(error)
         return None
 
-    def _refusal_now(self, data: TensorDict) -> Refusal | None:
-        if self.refusal is not None:
-            return Refusal("unsupported", self.refusal)
-        try:
-            for chunk in map(unwrap_model, self.module):
-                check_training(chunk, chunk.config)
-        except SharedPromptError as error:
-            self._announce(f"prompts are NOT shared: {error}")
-            return Refusal("unsupported", str(error))
-        return None
+    def _check_mode(self) -> None:
+        for chunk in map(unwrap_model, self.module):
+            check_training(chunk, chunk.config)
 
     def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
         wants = (reason for name, reason in _LOGITS.items() if tu.get_non_tensor_data(data, name, False))

@@ -18,10 +18,12 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import EngineRegistry
 
 from ...data.batch import PackedBatch
+from ...errors import SharedPromptError
 from ...parallel.agreement import all_ranks, largest_of_ranks
 from ..common.options import PREFIX, REASONS, Options, Refusal, kernels_refusal
 from ..common.patching import replace_once
 from ..common.pipeline import Verification
+from ..transformers.admission.table import FirstUseError
 from .losses import of_micro_batches
 from .micro_batches import Lengths, grouped_micro_batches, why_not
 from .route_keys import divided_prompts
@@ -50,8 +52,8 @@ class SharedPrompts:
 
     # What each engine says for itself
 
-    def _refusal_now(self, data: TensorDict) -> Refusal | None:
-        """Why the model cannot share in its mode, to be said once of these samples; all ranks ask together."""
+    def _check_mode(self) -> None:
+        """SharedPromptError for a model that cannot share in its mode with its adapters; on all ranks together."""
         raise NotImplementedError
 
     def _dtype(self) -> torch.dtype:
@@ -102,6 +104,21 @@ class SharedPrompts:
         if own is not None or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             state = "are shared" if self.refusal is None else f"are NOT shared: {self.refusal}"
             logger.warning("flash_attn_dualkv: prompts of %s %s", name, state)
+
+    def _refusal_now(self, data: TensorDict) -> Refusal | None:
+        """Why the model cannot share in its mode, said once of these samples."""
+        if self.refusal is not None:
+            return Refusal("unsupported", self.refusal)
+        try:
+            self._check_mode()
+        except SharedPromptError as error:
+            reason = error.reason if isinstance(error, FirstUseError) else "unsupported"
+            refusal = Refusal(reason, str(error))
+            if refusal.message not in self.announced:
+                self.announced.add(refusal.message)
+                self._announce(f"prompts are NOT shared: {refusal.told(data['input_ids'])}")
+            return refusal
+        return None
 
     def _announce(self, message: str) -> None:
         """Logs a warning once per message."""

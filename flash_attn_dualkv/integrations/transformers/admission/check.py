@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .... import checks
 from ....errors import SharedPromptError, SharedPromptLayoutError
 from .. import hybrid, query_pruning
 from .probe import Trial, is_trying
@@ -56,6 +57,8 @@ def check_first_use(
     Raises:
         SharedPromptError: names what is not exact; inputs on the meta device, where nothing can be tried.
     """
+    for name, value in (("self_check", self_check), ("share_lora_dropout", share_lora_dropout)):
+        checks.flag(name, value)
     if is_trying():
         return
     if device.type == "meta":

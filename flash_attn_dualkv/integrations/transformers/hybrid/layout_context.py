@@ -30,7 +30,6 @@ from ....pieces import PieceLayout
 from ...common.patching import replace_once
 from ..admission.unwrap import holds
 from . import families, mixers
-from .families import ATTRIBUTES, family_of, mixers_of
 
 _WITH_LAYOUT: dict[str, Callable[..., Any]] = {
     families.CONVOLUTION: mixers.convolution,
@@ -63,7 +62,7 @@ def prepare(model: Any) -> None:
     Args:
         model: a transformers model. It is changed if it is a hybrid one: for calls with a layout only, once.
     """
-    family = family_of(model.config.get_text_config(decoder=True))
+    family = families.family_of(model.config.get_text_config(decoder=True))
     if family is None:
         return
     file = family.file
@@ -75,11 +74,11 @@ def prepare(model: Any) -> None:
             if stock is not None and not isinstance(stock, MixerFunction):
                 setattr(file, name, MixerFunction(name, stock))
     else:
-        for _, module in mixers_of(model, family):
+        for _, module in families.mixers_of(model, family):
             for name in family.functions:
-                stock = getattr(module, ATTRIBUTES[name])
+                stock = getattr(module, families.ATTRIBUTES[name])
                 if not isinstance(stock, MixerFunction):
-                    setattr(module, ATTRIBUTES[name], MixerFunction(name, stock or _causal_conv1d))
+                    setattr(module, families.ATTRIBUTES[name], MixerFunction(name, stock or _causal_conv1d))
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and _leave_layer not in module._forward_hooks.values():
             module.register_forward_pre_hook(_enter_layer, with_kwargs=True)
@@ -89,7 +88,7 @@ def prepare(model: Any) -> None:
 def check_running(attention: nn.Module) -> None:
     """SharedPromptLayoutError if an attention layer of a hybrid model got a layout that the other layers will not."""
     config = getattr(attention, "config", None)
-    if family_of(config) is None or is_in_backward():
+    if families.family_of(config) is None or is_in_backward():
         return
     running = _running.get()
     if running is None or not holds(running.module, attention):
