@@ -17,38 +17,27 @@ from typing import Any
 import torch
 
 from ..data.batch import IGNORED_LABEL
-from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptError
-from ..integrations.common.options import AUTOCAST_DTYPES, Options, Refusal
+from ..integrations.common.options import AUTOCAST_DTYPES, Refusal
 from .padded import PaddedScores
 from .versions import LLAMA_FACTORY
 
 __all__ = ["main", "share_prompts"]
 
 
-def share_prompts(
-    *,
-    min_dedup_ratio: float = Options().min_dedup_ratio,
-    self_check: bool = True,
-    min_shared: int = MIN_SHARED,
-    share_lora_dropout: bool = False,
-) -> None:
+def share_prompts(**options: Any) -> None:
     """Let every DPO trainer of this process share prompts; ORPO and SimPO are of it. A second call changes nothing.
 
     The metrics `logits/chosen` and `logits/rejected` are NaN where prompts are shared: logits of prompts are not made.
 
     Args:
-        min_dedup_ratio: with less than so many times fewer tokens stock attention runs.
-        self_check: try a pair of short sequences before the first call in each mode and with each set of adapters.
-        min_shared: the fewest tokens that a shared beginning must save.
-        share_lora_dropout: let LoRA's dropout draw one mask for the one copy of a prompt, where stock training draws
-            one for each response: another regulariser, and not exact. False: with LoRA's dropout nothing is shared.
+        options: of `PaddedScores.of`.
 
     Raises:
         SharedPromptError: an argument is not as described.
         ImportError, SharedPromptUnsupportedError: LLaMA-Factory is missing, or of a version that `versions.py` refuses.
     """
-    scores = PaddedScores(PaddedScores.options_of(min_dedup_ratio, self_check, min_shared, share_lora_dropout))
+    scores = PaddedScores.of(**options)
     name = "CustomDPOTrainer.concatenated_forward"
     LLAMA_FACTORY.replace({"llamafactory.train.dpo.trainer": {name: lambda stock: _forward(stock, scores)}})
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.pack import MIN_SHARED
-from ..integrations.common.options import AUTOCAST_DTYPES, PREFIX, Options, Refusal
+from ..integrations.common.options import AUTOCAST_DTYPES, PREFIX, Refusal
 from ..integrations.common.pipeline import savings
 from .padded import PaddedScores
 from .versions import MS_SWIFT
@@ -35,27 +34,17 @@ _OF_TEXT = {
 }  # fmt: skip
 
 
-def share_prompts(
-    *,
-    min_dedup_ratio: float = Options().min_dedup_ratio,
-    self_check: bool = True,
-    min_shared: int = MIN_SHARED,
-    share_lora_dropout: bool = False,
-) -> None:
+def share_prompts(**options: Any) -> None:
     """Let every GRPO trainer of this process share prompts. A second call changes nothing.
 
     Args:
-        min_dedup_ratio: with less than so many times fewer tokens stock attention runs.
-        self_check: try a pair of short sequences before the first call in each mode and with each set of adapters.
-        min_shared: the fewest tokens that a shared beginning must save.
-        share_lora_dropout: let LoRA's dropout draw one mask for the one copy of a prompt, where stock training draws
-            one for each response: another regulariser, and not exact. False: with LoRA's dropout nothing is shared.
+        options: of `PaddedScores.of`.
 
     Raises:
         SharedPromptError: an argument is not as described.
         ImportError, SharedPromptUnsupportedError: ms-swift is missing, or of a version that `versions.py` refuses.
     """
-    scores = PaddedScores(PaddedScores.options_of(min_dedup_ratio, self_check, min_shared, share_lora_dropout))
+    scores = PaddedScores.of(**options)
     name = "GRPOTrainer._get_per_token_logps_and_entropies_single"
     MS_SWIFT.replace({"swift.rlhf_trainers.grpo_trainer": {name: lambda stock: _sharing(stock, scores)}})
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from ..data.pack import MIN_SHARED
 from ..errors import SharedPromptUnsupportedError
-from ..integrations.common.options import Options, Refusal
+from ..integrations.common.options import Refusal
 from ..integrations.common.siblings import fill
 from ..integrations.transformers.admission.unwrap import causal_lm_of, text_config
 from .padded import PaddedScores
@@ -31,30 +30,20 @@ __all__ = ["share_prompts"]
 _STEP = "dualkv_samples_of_a_step"  # attribute of replay buffers
 
 
-def share_prompts(
-    *,
-    min_dedup_ratio: float = Options().min_dedup_ratio,
-    self_check: bool = True,
-    min_shared: int = MIN_SHARED,
-    share_lora_dropout: bool = False,
-) -> None:
+def share_prompts(**options: Any) -> None:
     """Let every `Actor` of this process share prompts, and let PPO's micro-batches keep a prompt's samples together.
 
     To be called in every process that has an actor. A second call changes nothing.
 
     Args:
-        min_dedup_ratio: with less than so many times fewer tokens stock attention runs.
-        self_check: try a pair of short sequences before the first call in each mode and with each set of adapters.
-        min_shared: the fewest tokens that a shared beginning must save.
-        share_lora_dropout: let LoRA's dropout draw one mask for the one copy of a prompt, where stock training draws
-            one for each response: another regulariser, and not exact. False: with LoRA's dropout nothing is shared.
+        options: of `PaddedScores.of`.
 
     Raises:
         SharedPromptError: an argument is not as described.
         ImportError, SharedPromptUnsupportedError: OpenRLHF is missing, or of a version that `versions.py` refuses; in
             Ray's hook a line says so instead.
     """
-    scores = PaddedScores(PaddedScores.options_of(min_dedup_ratio, self_check, min_shared, share_lora_dropout))
+    scores = PaddedScores.of(**options)
     # Nothing is imported here: processes of rollouts, which run this too, are to be without DeepSpeed.
     OPENRLHF.replace(
         {

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..data.batch import PackedBatch, pack
+from ..data.plan import MIN_SHARED
 from ..integrations.common.options import REASONS, Options, Refusal, Refused, refusing
 from ..integrations.common.pipeline import Sharing, check_model, planned, samples_of, scattered, take_layouts
 from ..integrations.transformers import shared_prompt_forward
@@ -40,14 +41,21 @@ class PaddedScores(Sharing):
         self._refusals: weakref.WeakKeyDictionary[nn.Module, Refusal] = weakref.WeakKeyDictionary()
 
     @staticmethod
-    def options_of(
-        min_dedup_ratio: float, self_check: bool, min_shared: int, share_lora_dropout: bool = False
-    ) -> Options:
-        """SharedPromptError for a wrong value."""
-        given: dict[str, Any] = dict(min_dedup_ratio=min_dedup_ratio, self_check=self_check)
-        given |= dict(share_lora_dropout=share_lora_dropout)
-        read = Options.checked({name: (name, value) for name, value in given.items()})
-        return read._replace(min_shared=checks.integer("min_shared", min_shared, 1))
+    def of(*, min_shared: int = MIN_SHARED, **options: Any) -> PaddedScores:
+        """The scores of a plug-in with these options.
+
+        Args:
+            min_shared: the fewest tokens that a shared beginning must save.
+            options: min_dedup_ratio, self_check and share_lora_dropout, as `Options` says of them.
+
+        Raises:
+            SharedPromptError: a wrong value.
+            TypeError: an option that plug-ins do not offer.
+        """
+        if others := sorted(options.keys() - {"min_dedup_ratio", "self_check", "share_lora_dropout"}):
+            raise TypeError(f"share_prompts() got an unexpected keyword argument {others[0]!r}")
+        read = Options.checked({name: (name, value) for name, value in options.items()})
+        return PaddedScores(read._replace(min_shared=checks.integer("min_shared", min_shared, 1)))
 
     def score(
         self,

@@ -114,7 +114,7 @@ def test_losses_equal_stock(loss: str) -> None:
 def test_fallbacks(reason: str, options: Any, more: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("qwen3", dtype=torch.float32, attention="sdpa")
     batch = batch_of(SAMPLES.take([0, 1]) if reason == "dedup_ratio" else SAMPLES) | more
-    scores = plugin.PaddedScores(plugin.PaddedScores.options_of(1.1, True, 1))
+    scores = plugin.PaddedScores.of(min_dedup_ratio=1.1, self_check=True, min_shared=1)
     forward = MagicMock(return_value="stock")
     trainer = make_trainer("sigmoid", **options)
     for _ in range(2):

@@ -149,7 +149,7 @@ def test_fallbacks(reason: str, options: Any, more: Any, caplog: pytest.LogCaptu
     model = tiny_model("qwen3", dtype=torch.float32, attention="sdpa", **dropped).train()
     inputs, batch = batch_of(SAMPLES.take([0, 1]) if reason == "dedup_ratio" else SAMPLES, "left")
     trainer = make_trainer(model, **options)
-    scores = plugin.PaddedScores(plugin.PaddedScores.options_of(1.1, True, 1))
+    scores = plugin.PaddedScores.of(min_dedup_ratio=1.1, self_check=True, min_shared=1)
     calls = []
     single = plugin._sharing(lambda *arguments: calls.append(arguments) or ("stock", None), scores)
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_mixed_precision_is_accelerates(precision: str, dtype: torch.dtype | Non
     trainer, scores = make_trainer(tiny_model("qwen3", attention="sdpa")), MagicMock()
     trainer.accelerator.mixed_precision = precision
     scores.score.return_value = None
-    scores.take.return_value = plugin.PaddedScores(plugin.PaddedScores.options_of(1.1, True, 1)).tally
+    scores.take.return_value = plugin.PaddedScores.of(min_dedup_ratio=1.1, self_check=True, min_shared=1).tally
     plugin._sharing(MagicMock(), scores)(trainer, trainer.model, *batch_of(SAMPLES, "left"))
     assert scores.score.call_args.kwargs["dtype"] is dtype
 

@@ -168,7 +168,7 @@ def test_dpo_equals_stock(path: str) -> None:
 def test_fallbacks(path: str, caplog: pytest.LogCaptureFixture) -> None:
     actor, batch = make_actor(path), batch_of(SAMPLES)
     alone = batch_of(SAMPLES.take([0, 1]))
-    scores = plugin.PaddedScores(plugin.PaddedScores.options_of(1.1, True, 1))
+    scores = plugin.PaddedScores.of(min_dedup_ratio=1.1, self_check=True, min_shared=1)
     forward = plugin._forward(MagicMock(return_value="stock"), scores)
     odd = {**batch, "action_mask": torch.ones_like(batch["action_mask"])}  # padding is no action
     dropout = make_actor(path, lora_rank=2, target_modules=["q_proj"], lora_dropout=0.1).train()

@@ -71,7 +71,7 @@ def test_what_cannot_share_is_the_trainers(name: str, caplog: pytest.LogCaptureF
     make, forwards, message = UNSUPPORTED[name]
     models = make(), make()
     rows = [_rows_of(model) for model in models]
-    scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, False, 1))
+    scores = padded.PaddedScores.of(min_dedup_ratio=1.1, self_check=False, min_shared=1)
     for _ in range(2):
         for model in models:
             assert scores.score(model, *_padded(_SHARED)) is None
@@ -88,7 +88,7 @@ def test_tokens_beside_padding_are_the_trainers() -> None:
     """The stock forward scores a token behind a gap by the row of the gap."""
     ids, mask, scored = _padded(_SHARED)
     mask[0, 10] = scored[0, 10] = 0
-    scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
+    scores = padded.PaddedScores.of(min_dedup_ratio=1.1, self_check=True, min_shared=1)
     assert scores.score(tiny_model("qwen3", attention="sdpa"), ids, mask, scored) is None
     assert scores.tally.fallbacks == {"samples": 1}
 
@@ -118,7 +118,7 @@ def _run_rank(rank: int, results: Any) -> None:
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.005), config=config
         )
-        scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
+        scores = padded.PaddedScores.of(min_dedup_ratio=1.1, self_check=True, min_shared=1)
         for step in STEPS:
             ids, mask, scored = _padded(step[rank])
             found = scores.score(engine, ids, mask, scored)
