@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import ops
 from .checks import explain
-from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from .errors import SharedPromptError, SharedPromptLayoutError
 from .layout import SharedPromptLayout, is_in_backward
 from .nodes import piece_table
 from .packed_attention import checked_tensors, packed_options
@@ -129,7 +129,7 @@ class _Kept:
     def keep(self, layer: Layer, number: int, begin: int, end: int, k: Tensor, v: Tensor) -> None:
         if self.last_pass == number:
             expected = "layers that run once in a forward, for a prompt in a pass of its own"
-            raise SharedPromptUnsupportedError(explain("model", expected, f"{layer.name} twice"))
+            raise SharedPromptError(explain("model", expected, f"{layer.name} twice"))
         self.last_pass = number
         self.check(k, v)
         # Below autograd: the graph of a trunk above may have saved other rows of the same buffer.
@@ -223,12 +223,13 @@ class PieceLayout(SharedPromptLayout):
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: Layer, sinks: Tensor | None = None, backend: str = "auto",
         **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Attention of this pass's rows, (rows, H, d_v); `options` of `shared_prompt_attention`."""
+        """Attention of this pass's rows, (rows, H, d_v), by the kernels or the reference.
+
+        `options` of `shared_prompt_attention`.
+        """
         if self.keys is None:
             expected = "a piece through packed_row(ancestors=...)"
             raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, "one without kept keys"))
-        if backend == "cudnn":
-            raise SharedPromptUnsupportedError(explain("backend", "any other for a piece of a row", repr(backend)))
         q, k, v = checked_tensors(q, k, v, sinks, backend)
         given = packed_options(q, self, backend=backend, deterministic=False, **options)
         k, v, above = self.keys.exchange(layer, self, k, v)

@@ -357,6 +357,55 @@ def predict_decode(
     )
 
 
+@dataclass(frozen=True)
+class CutPrediction:
+    """A group in micro-batches of a budget: divided, with the prompt computed in each, and with the prompt's keys kept.
+
+    Forward and backward with checkpointed layers; a division, like a part, is a whole number of responses.
+
+    Attributes:
+        divisions, divided_tokens: micro-batches, and the rows of all of them.
+        parts: that the responses make beside the keys that are kept.
+        kept_gib: keys and values of the prompt in all layers, and the sums of their gradients.
+        ratio: forwards of rows in micro-batches over those in parts, where a prompt has five and another row four.
+    """
+
+    divisions: int
+    divided_tokens: int
+    parts: int
+    kept_gib: float
+    ratio: float
+
+
+def predict_cut(prompt: int, responses: Sequence[int], model: ModelShape, max_tokens: int) -> CutPrediction | None:
+    """Cost of a group that does not fit into `max_tokens`; None for one that does.
+
+    Raises:
+        ValueError: a response fits into no micro-batch, or beside no kept prompt.
+    """
+    checks.integer("max_tokens", max_tokens, 1)
+    total = prompt + sum(responses)
+    if total <= max_tokens:
+        return None
+    cost = model.kept_cost(is_checkpointed=True)
+    divisions, parts = (_bins(responses, int(max_tokens - prompt * kept), max_tokens) for kept in (1.0, cost))
+    divided = divisions * prompt + sum(responses)
+    row = model.hidden * model.layers * 2 + LAYER_BACKWARD * model.saved_bytes_per_token()
+    return CutPrediction(divisions, divided, parts, cost * row * prompt / GIB, 4 * divided / (4 * total + prompt))
+
+
+def _bins(lengths: Sequence[int], room: int, max_tokens: int) -> int:
+    """How many bins of a size hold all lengths, the longest first, each in the first that has room."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        if length > room:
+            expected = f"room for a response of {length:,} beside its prompt or the prompt's keys"
+            raise ValueError(checks.explain("max_tokens", expected, f"{max_tokens:,}"))
+        at = next((at for at, left in enumerate(rooms) if left >= length), len(rooms))
+        rooms[at:] = [(rooms[at] if at < len(rooms) else room) - length, *rooms[at + 1 :]]
+    return len(rooms)
+
+
 def _warnings(num_responses: int, replicated: Packing, shared: Packing) -> list[str]:
     found = []
     rho, speedup = replicated.tokens / shared.tokens, replicated.layer_ms / shared.layer_ms
@@ -404,6 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rates", type=name_or_values(RATES, (5, 9), ratio), default="equal", help=rates)
     add("--bytes-per-parameter", type=number(0, 1000, whole=False), default=BYTES_PER_PARAMETER, help=states)
     add("--decode", choices=COPY_RATES, help="also the bytes that a decoding step reads, and their time on this GPU")
+    add("--max-tokens", type=number(1, 1 << 24), help="also what a group costs in micro-batches of so many tokens")
     add("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
 
@@ -412,9 +462,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prediction = predict(options.prompt, responses, shape, options.rates, options.bytes_per_parameter)
     assumed = {"model": dataclasses.asdict(shape), "rates": dataclasses.asdict(options.rates)}
     decode = options.decode and predict_decode(options.prompt, responses, shape, COPY_RATES[options.decode])
+    cut = None
+    if options.max_tokens is not None:
+        try:
+            cut = predict_cut(options.prompt, responses, shape, options.max_tokens)
+        except ValueError as error:
+            parser.error(str(error))
     if options.json:
-        decoding = {"decode": dataclasses.asdict(decode)} if decode else {}
-        print(json.dumps({**dataclasses.asdict(prediction), **assumed, **decoding}, indent=1))
+        also = {name: dataclasses.asdict(found) for name, found in (("decode", decode), ("cut", cut)) if found}
+        print(json.dumps({**dataclasses.asdict(prediction), **assumed, **also}, indent=1))
         return 0
     shortest, longest = min(responses), max(responses)
     lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
@@ -426,6 +482,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = f"{decode.apart_gb:.2f} GB of keys and values, {decode.shared_gb:.2f} GB with the prompt read once"
         times = f"at least {decode.apart_ms:.2f} and {decode.shared_ms:.2f} ms"
         print(f"\na decoding step, all layers: {sizes} ({decode.ratio:.2f}x less); {times}")
+    if cut:
+        print(f"\nmicro-batches of {options.max_tokens:,} tokens: {cut.divisions} with {cut.divided_tokens:,} tokens")
+        kept = f"{cut.kept_gib:.1f} GiB of the prompt's keys and sums kept"
+        print(f"the prompt once, checkpointed: {cut.parts} parts, {kept}, {cut.ratio:.2f}x fewer forwards of rows")
     return 0
 
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +181,15 @@ class InterruptError(Exception):
     pass
 
 
+def test_the_example_of_the_notes() -> None:
+    page = Path(__file__).parents[2] / "docs/notes/prompt_once.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    batch = GROUP.pack()
+    names = dict(model=tiny_model("qwen3"), batch=batch, advantages=torch.ones(6), **vars(dualkv))
+    exec(example, names)
+    assert names["scores"].logps.shape == batch.targets.shape
+
+
 @pytest.mark.parametrize("where", ["forward", "loss", "backward"])
 def test_a_part_that_raises(where: str, cuts: Callable[..., None]) -> None:
     """The error says which; the next step is right."""
@@ -296,6 +307,14 @@ def test_loops_of_ones_own() -> None:
     check_gradients(gradients(model), expected, 1e-9)
 
 
+def test_layers_that_share_keys_keep_them_once() -> None:
+    model = tiny_model("gemma4_text").train()
+    batch, cut = turns()
+    pieces = dualkv.Pieces(model, batch, cut)
+    pieces.outermost.inner(0).keep()
+    assert [*pieces.keys._layers] == ["sliding_attention", "full_attention"]  # of 4 layers
+
+
 def test_loops_that_forget() -> None:
     """What a trunk notices."""
     model = tiny_model("qwen3").train()
@@ -348,7 +367,7 @@ def test_what_is_refused(cuts: Callable[..., None]) -> None:
     with pytest.raises(SharedPromptError, match="cut: expected one of the batch's"):
         dualkv.Pieces(model, batch, Cut((3, 2), (-1, 0), (Piece((0,), (Piece((1,)),)),)))
     model.model.layers[0].self_attn.q_proj.weight.ds_id = 0
-    with pytest.raises(NotImplementedError, match="a model without DeepSpeed"):
+    with pytest.raises(NotImplementedError, match="no DeepSpeed engine"):
         backward(model, batch, losses(batch), max_tokens=1)
     hybrid = any_model("qwen3_5_text").train()
     with pytest.raises(NotImplementedError, match="carries states"):

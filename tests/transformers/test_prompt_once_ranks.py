@@ -13,10 +13,11 @@ from processes import run_ranks
 from ranks import CPU, Setup, whole_gradients, wrap
 from tiny_models import Samples, Tolerance, check_equal, check_gradients, dualkv
 
-from flash_attn_dualkv import PackedBatch
+from flash_attn_dualkv import PackedBatch, SharedPromptError
 from flash_attn_dualkv.data.parts import Cut, Piece
 from flash_attn_dualkv.integrations.transformers import prompt_once
 
+PLAN = prompt_once.plan_backward
 SETUP = replace(CPU, dtype=torch.float64)
 ROWS = [Samples.random([(14, [5, 4, 6])], seed=1), Samples.random([(9, [3, 4]), (12, [7, 5, 2, 6])], seed=2)]
 
@@ -61,15 +62,26 @@ def use_cut(rank: int, case: str) -> None:
     prompt_once.plan_backward = lambda *_, **__: plan
 
 
+def refused(rank: int, wrapped: Any, **options: Any) -> str:
+    with pytest.raises(SharedPromptError) as caught:
+        dualkv.shared_prompt_backward(wrapped, batch_of(rank), losses(batch_of(rank)), **options)
+    return str(caught.value)
+
+
 def _run_rank(rank: int, setup: Setup, results: Any) -> None:
     for case in CASES:
         model = setup.model(rank, torch.float32 if "mixed" in case else setup.dtype)
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         wrapped = wrap(model, case, torch.device("cpu"))
+        if case == "ddp":
+            results[rank, "graph"] = refused(rank, wrapped, max_tokens=100, keep="graph")
+        if case == "fsdp2":  # one rank alone has no plan
+            results[rank, "no plan"] = refused(rank, wrapped, max_tokens=[3, 100][rank])
         use_cut(rank, case)
         for _ in range(2):  # what a pass leaves behind would be in the second
             wrapped.zero_grad()
             found = dualkv.shared_prompt_backward(wrapped, batch_of(rank), losses(batch_of(rank)), max_tokens=1)
+        prompt_once.plan_backward = PLAN
         results[rank, case] = found.logps, {name: g.float() for name, g in whole_gradients(wrapped, model).items()}
 
 
@@ -90,3 +102,10 @@ def test_gradients(case: str, found: dict[Any, Any]) -> None:
             expected[name] = expected.get(name, 0) + gradient.float() / 2
     for rank in range(2):
         check_gradients(found[rank, case][1], expected, tolerance.gradient)
+
+
+def test_what_ranks_are_refused(found: dict[Any, Any]) -> None:
+    for rank in range(2):
+        assert found[rank, "graph"].startswith('keep: expected "kv" inside of DDP and FSDP 1')
+    assert found[0, "no plan"].startswith("max_tokens: expected more")
+    assert found[1, "no plan"].endswith("got an error on another rank")

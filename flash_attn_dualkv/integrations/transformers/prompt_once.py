@@ -134,7 +134,7 @@ def plan_backward(
         if plans["kv"].cut.is_whole or keep == "kv" or not can_keep_graph:
             return plans["kv"]
     elif not can_keep_graph:
-        expected = '"kv" inside of DDP and FSDP 1, which prepare a backward in the forward before it'
+        expected = '"kv" inside of DDP and FSDP 1'
         raise SharedPromptUnsupportedError(explain("keep", expected, repr(keep)))
     try:
         plan = Plan(plan_parts(batch.tree, max_tokens, kept=kept, held=True), "graph")
@@ -258,7 +258,7 @@ class Wrapper:
     def check(self) -> None:
         """SharedPromptUnsupportedError for one under which a batch cannot be cut."""
         if self.kind == "DeepSpeed":
-            expected = "a model without DeepSpeed, which reduces gradients in each backward of a step"
+            expected = "no DeepSpeed engine, for a batch to be cut"
             raise SharedPromptUnsupportedError(explain("model", expected, "one of its engine"))
 
 

@@ -371,16 +371,14 @@ def check_can_be_cut(model: nn.Module, batch: PackedBatch, cut: Cut) -> None:
         raise SharedPromptLayoutError(explain("batch", "one with its own layout", type(batch.layout).__name__))
     config = causal_lm_of(model).config
     if family_of(text_config(config)) is not None:
-        expected = (
-            "a model of attention layers, to run a prompt in a pass of its own (shared_prompt_forward has others)"
-        )
+        expected = "attention layers alone, to be cut"
         raise SharedPromptUnsupportedError(explain("model", expected, f"{config.model_type}, which carries states"))
     rows = sum(cut.node_lens)
     if rows != batch.layout.num_tokens - batch.layout.pad:
         expected = f"one of the batch's {batch.layout.num_tokens - batch.layout.pad} rows"
         raise SharedPromptLayoutError(explain("cut", expected, rows))
     if batch.images or "position_ids" in batch.row_values:
-        expected = "text with one position a token, to run a prompt in a pass of its own"
+        expected = "text, to be cut"
         got = ", ".join(batch.images) or "position_ids of several dimensions"
         raise SharedPromptUnsupportedError(explain("batch", expected, got))
     if (lacking := rope_of_ranks(config, batch.layout.max_sequence)) is not None:

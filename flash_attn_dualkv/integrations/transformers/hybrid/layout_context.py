@@ -26,7 +26,6 @@ from .... import guard
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ....layout import SharedPromptLayout, is_in_backward
 from ....parallel.sharded import DividedLayout
-from ....pieces import PieceLayout
 from ...common.patching import replace_once
 from ..admission.unwrap import holds
 from . import families, mixers
@@ -165,9 +164,6 @@ def _layout_of(mixer: nn.Module, kwargs: dict[str, Any], outer: _Running | None)
     if isinstance(layout, DividedLayout):
         expected = "a row that lies on one GPU, for a layer that carries a state along the sequence"
         raise SharedPromptUnsupportedError("shared_prompt_layout", expected, "one that ranks divide")
-    if isinstance(layout, PieceLayout):
-        expected = "a row in one pass, for a layer that carries a state along the sequence (shared_prompt_forward)"
-        raise SharedPromptUnsupportedError("shared_prompt_layout", expected, "a piece of one")
     if layout is not None and any(kwargs.get(name) is not None for name in _CACHES):
         raise SharedPromptError("use_cache", "False with a shared prompt in a hybrid model", True)
     return layout
