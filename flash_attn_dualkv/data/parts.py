@@ -55,19 +55,6 @@ class Cut:
         """True if one pass has all rows."""
         return len(self.pieces) < 2 and not any(piece.parts for piece in self.pieces)
 
-    @property
-    def trunk_rows(self) -> int:
-        """Rows that run twice: of all trunks."""
-        return sum(self.rows_of(piece) for piece in _walk(self.pieces) if piece.parts)
-
-    @property
-    def num_trunks(self) -> int:
-        return sum(bool(piece.parts) for piece in _walk(self.pieces))
-
-    @property
-    def num_parts(self) -> int:
-        return sum(not piece.parts for piece in _walk(self.pieces))
-
     def rows_of(self, piece: Piece) -> int:
         """Rows of a piece, without those that it continues."""
         return sum(self.node_lens[node] for node in piece.nodes)
@@ -223,7 +210,7 @@ class _Planner:
     def cut(self, levels: int | None) -> Cut:
         pieces = self.pieces_of([_Rest(node) for node, parent in enumerate(self.parents) if parent < 0], 0, levels)
         # All runs of rows are known: each is a node.
-        runs = sorted(run for piece in _walk(pieces) for run in piece.own)
+        runs = sorted(run for piece in walk(pieces) for run in piece.own)
         numbers = {run: number for number, run in enumerate(runs)}
         lasts = {run.node: number for run, number in numbers.items()}
         parents = [
@@ -236,8 +223,8 @@ class _Planner:
         return Cut(tuple(run.end - run.begin for run in runs), tuple(parents), named(pieces))
 
 
-def _walk(pieces: Iterable[_Found]) -> Iterator[_Found]:
+def walk(pieces: Iterable[_Found]) -> Iterator[_Found]:
     """The pieces, each followed by its parts."""
     for piece in pieces:
         yield piece
-        yield from _walk(piece.parts)
+        yield from walk(piece.parts)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flash_attn_dualkv.data.parts import Cut, Piece, plan_parts
+from flash_attn_dualkv.data.parts import Cut, Piece, plan_parts, walk
 from flash_attn_dualkv.data.prefix_tree import PrefixTree
 from flash_attn_dualkv.errors import SharedPromptError
 
@@ -47,6 +47,10 @@ def rows_of_nodes(lens: tuple[int, ...], parents: tuple[int, ...]) -> list[tuple
     return found
 
 
+def trunks_of(cut: Cut) -> list[Piece]:
+    return [piece for piece in walk(cut.pieces) if piece.parts]
+
+
 def check(cut: Cut, tree: PrefixTree, budget: int, kept: float, held: bool) -> None:
     assert rows_of_nodes(cut.node_lens, cut.node_parents) == rows_of_nodes(tree.node_lens, tree.node_parents)
     seen: list[int] = []
@@ -77,7 +81,7 @@ def check(cut: Cut, tree: PrefixTree, budget: int, kept: float, held: bool) -> N
 
     assert cut.most_kept() == visit(cut.pieces, set())
     assert sorted(seen) == [*range(len(cut.node_lens))]
-    assert cut.num_parts + cut.num_trunks >= len(cut.pieces)
+    assert not trunks_of(cut) or not cut.is_whole
 
 
 @settings(deadline=None, max_examples=300)
@@ -97,7 +101,7 @@ def test_cuts(tree: PrefixTree, budget: int, kept: float, held: bool, tile: int)
     for root, size in zip(tree.roots, tree.node_lens):
         sizes[root] += size
     if sum(sizes) <= budget:
-        assert cut.is_whole and cut.node_lens == tree.node_lens and not cut.trunk_rows
+        assert cut.is_whole and cut.node_lens == tree.node_lens and not trunks_of(cut)
     whole = {one for piece in cut.pieces if not piece.parts for one in piece.nodes}
     for root, size in enumerate(sizes):  # trees that fit are not cut
         members = {node for node, own in enumerate(tree.roots) if own == root}
@@ -109,7 +113,7 @@ def test_a_group_in_parts() -> None:
     tree = PrefixTree.of_prompts([[*range(8)]], [100] * 8, [40] * 8, boundary="gather")
     cut = plan_parts(tree, 200, kept=0.5, tile=1)
     assert cut.pieces == (Piece((0,), (Piece((1, 2, 3)), Piece((4, 5, 6)), Piece((7, 8)))),)
-    assert (cut.trunk_rows, cut.num_trunks, cut.num_parts, cut.most_kept()) == (100, 1, 3, 100)
+    assert (len(trunks_of(cut)), cut.most_kept()) == (1, 100)
     assert plan_parts(tree, 420).is_whole
 
 
@@ -123,7 +127,7 @@ def test_a_long_prompt_in_levels() -> None:
     cut = plan_parts(tree, 1000, kept=0.75, tile=100)
     assert cut.node_lens == (500, 300, 200, 100, 100) and cut.node_parents == (-1, 0, 1, 2, 2)
     assert cut.pieces == (Piece((0,), (Piece((1,), (Piece((2, 3, 4)),)),)),)
-    assert cut.num_trunks == 2 and cut.most_kept() == 800
+    assert len(trunks_of(cut)) == 2 and cut.most_kept() == 800
     with pytest.raises(SharedPromptError, match="levels: expected more"):
         plan_parts(tree, 1000, kept=0.75, tile=100, levels=1)
     with pytest.raises(SharedPromptError, match="max_tokens: expected more, as 1.50 rows are kept"):
@@ -141,7 +145,7 @@ def test_small_turns_share_a_trunk() -> None:
         parents.append(last)
         last = len(lens) - 1
     cut = plan_parts(tree_of(lens, parents), 120, kept=1.0, tile=1)
-    assert cut.num_trunks == 1 and cut.trunk_rows <= 34
+    assert len(trunks_of(cut)) == 1 and cut.rows_of(trunks_of(cut)[0]) <= 34
 
 
 def test_arguments() -> None:

@@ -12,7 +12,7 @@ from cuts import attend_in_pieces, random_cut
 from tree_cases import random_tree
 
 from flash_attn_dualkv import SharedPromptLayout, SharedPromptLayoutError, shared_prompt_attention
-from flash_attn_dualkv.data.parts import Cut, Piece
+from flash_attn_dualkv.data.parts import Cut, Piece, walk
 from flash_attn_dualkv.nodes import checked_nodes, piece_table
 from flash_attn_dualkv.pieces import KeptKeys, Layer, PieceLayout
 
@@ -23,13 +23,25 @@ def piece_of(own: tuple[int, ...], above: dict[int, int], kept: int, **options: 
     return PieceLayout.of([4, 3, 5, 2], [-1, 0, -1, 2], own, above, kept, **options)
 
 
+# Two trunks, one after the other below a third: the rows of the second's keys are those of the first's.
+TWO_INNER = Cut(
+    (10, 6, 4, 9, 7, 3),
+    (-1, 0, 1, 0, 3, 3),
+    (Piece((0,), (Piece((1,), (Piece((2,)),)), Piece((3,), (Piece((4,)), Piece((5,)))))),),
+)
+
+
+def cut_of(seed: int) -> Cut:
+    draw = random.Random(seed)
+    lens, parents = random_tree(seed, draw.randint(3, 14), 20, 0.3)
+    return random_cut(draw, lens, parents, 3) if seed else TWO_INNER
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(20))
 def test_bits_and_gradients(seed: int, dtype: torch.dtype) -> None:
-    draw = random.Random(seed)
-    lens, parents = random_tree(seed, draw.randint(3, 14), 20, 0.3)
-    cut = random_cut(draw, lens, parents, 3)
-    whole = SharedPromptLayout.from_tree(lens, parents)
+    draw, cut = random.Random(seed), cut_of(seed)
+    whole = SharedPromptLayout.from_tree(cut.node_lens, cut.node_parents)
     generator = torch.Generator().manual_seed(seed)
     q, k, v, dout = (
         torch.randn(whole.num_tokens, heads, 8, generator=generator, dtype=torch.float64).to(dtype)
@@ -55,9 +67,8 @@ def test_cuts_have_levels() -> None:
     """Those of the test above: what it tries."""
     levels = [0] * 3
     for seed in range(20):
-        draw = random.Random(seed)
-        lens, parents = random_tree(seed, draw.randint(3, 14), 20, 0.3)
-        levels[min(2, random_cut(draw, lens, parents, 3).num_trunks)] += 1
+        pieces = walk(cut_of(seed).pieces)
+        levels[min(2, sum(bool(piece.parts) for piece in pieces))] += 1
     assert min(levels) >= 3
 
 

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from ... import checks
@@ -182,7 +181,8 @@ def _agreed_plan(
     try:
         plan = plan_backward(model, batch, max_tokens, keep, wrapper.keeps_graphs)
         if not plan.cut.is_whole:
-            wrapper.check()
+            if wrapper.kind == "DeepSpeed":
+                raise SharedPromptUnsupportedError(explain("model", "no DeepSpeed engine, to be cut", "one"))
             check_can_be_cut(model, batch, plan.cut)
     except SharedPromptError as own:
         error = own
@@ -243,23 +243,17 @@ class Wrapper:
     @staticmethod
     def of(model: Any, no_sync: Callable[[], AbstractContextManager[Any]] | None) -> Wrapper:
         """That of a model; `no_sync`: what to take instead of its own."""
-        parts = [*model.modules()]
+        parts: list[Any] = [*model.modules()]
         if hasattr(model, "zero_optimization_stage") or any(hasattr(own, "ds_id") for own in model.parameters()):
             return Wrapper("DeepSpeed", no_sync or nullcontext)
-        if isinstance(model, Ddp):
-            return Wrapper("DDP", no_sync or model.no_sync)
-        if any(isinstance(part, Fsdp1) for part in parts):
-            own = model.no_sync if isinstance(model, Fsdp1) else nullcontext
-            return Wrapper("FSDP 1", no_sync or own, is_sharded=True)
+        for part in parts:  # from the outermost on, torch.compile's wrapper among them
+            if isinstance(part, Ddp):
+                return Wrapper("DDP", no_sync or part.no_sync)
+            if hasattr(part, "_fsdp_wrapped_module"):
+                return Wrapper("FSDP 1", no_sync or part.no_sync, is_sharded=True)
         if any(hasattr(part, "set_requires_gradient_sync") for part in parts):
             return Wrapper("FSDP 2", no_sync or nullcontext, is_sharded=True, keeps_graphs=True)
         return Wrapper("none", no_sync or nullcontext, keeps_graphs=True)
-
-    def check(self) -> None:
-        """SharedPromptUnsupportedError for one under which a batch cannot be cut."""
-        if self.kind == "DeepSpeed":
-            expected = "no DeepSpeed engine, for a batch to be cut"
-            raise SharedPromptUnsupportedError(explain("model", expected, "one of its engine"))
 
 
 # --- passes ---

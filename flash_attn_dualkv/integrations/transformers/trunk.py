@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
-from ...data.parts import Cut, Piece
+from ...data.parts import Cut, Piece, walk
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...host import int64s, runs, to_device
 from ...layout import SharedPromptLayout
@@ -97,10 +97,9 @@ class Pieces:
         self.passes = 0
         self._begins = [*accumulate(cut.node_lens, initial=0)]
         distinct = batch.distinct
-        scored = distinct.pick(batch.token_index)
         self._targets = distinct.pick(batch.targets)
         # On the host, like everything that says which piece has what.
-        self._rows = scored.cpu()
+        self._rows = distinct.pick(batch.token_index).cpu()
         count = len(batch.token_index)
         self._places = torch.arange(count) if distinct.places is None else distinct.places.cpu()
         # The place of each of these among the leaves of the trunks above and the scores of a piece.
@@ -110,7 +109,7 @@ class Pieces:
 
     def _assign(self) -> None:
         """Which piece has which nodes, scored tokens and sequences."""
-        pieces = [*_walk(self.cut.pieces)]
+        pieces = [*walk(self.cut.pieces)]
         numbers = {id(piece): number for number, piece in enumerate(pieces)}
         piece_of_node = torch.zeros(len(self.cut.node_lens), dtype=torch.int64)
         for number, piece in enumerate(pieces):
@@ -149,16 +148,12 @@ class Pieces:
     def run(self, piece: Piece, stage: Stage, kept_begins: dict[int, int], kept_rows: int) -> tuple[int, Scores]:
         """The number of the pass, and the scores of what a piece scores; of one row more where that is nothing."""
         lens, nodes, scored = self.cut.node_lens, piece.nodes, self.scored_in(piece)
-        begins = [self._begins[node] for node in nodes]
-        # From a row of the batch to one of the piece.
-        own = int64s(accumulate((lens[node] for node in nodes), initial=0))[:-1]
-        at = torch.searchsorted(int64s(begins), self._rows[scored], right=True) - 1
-        rows = self._rows[scored] - int64s(begins)[at] + own[at]
+        index = runs([self._begins[node] for node in nodes], [lens[node] for node in nodes])
+        rows = torch.searchsorted(index, self._rows[scored])
         layout = PieceLayout.of(
             lens, self.cut.node_parents, nodes, kept_begins, kept_rows, stage=stage, number=self.passes
         )
         self.passes += 1
-        index = runs(begins, [lens[node] for node in nodes])
         return layout.number, self.run_rows(index, rows, self._targets[scored.to(self._targets.device)], layout)
 
     def run_rows(self, index: Tensor, rows: Tensor, targets: Tensor, layout: PieceLayout) -> Scores:
@@ -357,12 +352,6 @@ class Trunk:
     def _expect(self, state: str) -> None:
         if self._state != state:
             raise SharedPromptError(explain("Trunk", f"one that is {state}", self._state))
-
-
-def _walk(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    for piece in pieces:
-        yield piece
-        yield from _walk(piece.parts)
 
 
 def check_can_be_cut(model: nn.Module, batch: PackedBatch, cut: Cut) -> None:
