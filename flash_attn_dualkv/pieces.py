@@ -60,7 +60,6 @@ class KeptKeys:
         self.added: Counter[tuple[Hashable, int]] = Counter()  # of a layer and a pass, how often its gradients came
         self._layers: dict[Hashable, _Kept] = {}
 
-    @torch.compiler.disable
     def exchange(
         self, layer: Layer, piece: PieceLayout, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
@@ -219,6 +218,7 @@ class PieceLayout(SharedPromptLayout):
         rows = sum(lens[node] for node in own)
         return PieceLayout(table, node_lens, node_parents, longest, mean, rows, kept_rows=kept_rows, **options)
 
+    @torch.compiler.disable
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: Layer, sinks: Tensor | None = None, backend: str = "auto",
         **options: Any,

@@ -231,8 +231,8 @@ def test_a_part_that_raises(where: str, cuts: Callable[..., None]) -> None:
 def test_scaled_gradients(cuts: Callable[..., None]) -> None:
     """A loss scale multiplies each loss; what trunks are given has it already."""
     model = tiny_model("qwen3").train()
-    batch, cut = turns()
-    cuts(cut)
+    batch = GROUP.pack(boundary="gather")  # prompts score the first tokens of responses
+    cuts(plan_parts(batch.tree, 30, kept=0.5, tile=8))
     _, expected = expected_of(model, batch)
     backward = lambda loss: (loss * 1024).backward()  # noqa: E731
     dualkv.shared_prompt_backward(model, batch, losses(batch), max_tokens=1, backward=backward)
@@ -246,6 +246,7 @@ def test_autocast(cuts: Callable[..., None]) -> None:
     cuts(cut)
     with torch.autocast("cpu", torch.bfloat16):
         logps, expected = expected_of(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):  # another one, whose cache is empty
         found = dualkv.shared_prompt_backward(model, batch, losses(batch), max_tokens=1)
     check_equal(found.logps, logps, 0.05)
     check_gradients(gradients(model), expected, 0.1)

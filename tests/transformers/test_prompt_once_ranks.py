@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -85,13 +86,15 @@ def _run_rank(rank: int, setup: Setup, results: Any) -> None:
         results[rank, case] = found.logps, {name: g.float() for name, g in whole_gradients(wrapped, model).items()}
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[Any, Any]:
+@functools.cache
+def results() -> dict[Any, Any]:
+    """Of all cases, in one start of the processes; no fixture, so that a rank that fails is a failure."""
     return run_ranks(_run_rank, 2, SETUP)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients(case: str, found: dict[Any, Any]) -> None:
+def test_gradients(case: str) -> None:
+    found = results()
     model = SETUP.model(0, SETUP.dtype)
     tolerance = Tolerance(3e-2, 8e-2) if "mixed" in case else Tolerance(1e-9, 2e-6)
     expected: dict[str, torch.Tensor] = {}
@@ -104,7 +107,8 @@ def test_gradients(case: str, found: dict[Any, Any]) -> None:
         check_gradients(found[rank, case][1], expected, tolerance.gradient)
 
 
-def test_what_ranks_are_refused(found: dict[Any, Any]) -> None:
+def test_what_ranks_are_refused() -> None:
+    found = results()
     for rank in range(2):
         assert found[rank, "graph"].startswith('keep: expected "kv" inside of DDP and FSDP 1')
     assert found[0, "no plan"].startswith("max_tokens: expected more")

@@ -254,8 +254,7 @@ class Trunk:
             self._last_pass, scores = self._run("graph" if keeps_graph else "keep")
         if keeps_graph:
             self._graph = scores
-        elif torch.is_autocast_enabled(scores[0].device.type):
-            # It has weights that were cast without gradients.
+        else:  # some PyTorch's autocast keeps weights that were cast without gradients
             torch.clear_autocast_cache()
         # What the trunk does not score is not read either.
         scored = len(pieces.scored_in(self.piece))
