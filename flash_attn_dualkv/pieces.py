@@ -18,6 +18,7 @@ from torch import Tensor
 from . import ops
 from .checks import explain
 from .errors import SharedPromptError, SharedPromptLayoutError
+from .host import to_device
 from .layout import SharedPromptLayout, is_in_backward
 from .nodes import piece_table
 from .packed_attention import checked_tensors, packed_options
@@ -210,13 +211,14 @@ class PieceLayout(SharedPromptLayout):
     @staticmethod
     def of(
         lens: Sequence[int], parents: Sequence[int], own: Sequence[int], kept_begins: Mapping[int, int], kept_rows: int,
-        **options: Any,
+        *, device: torch.device | None = None, **options: Any,
     ) -> PieceLayout:  # fmt: skip
-        """On the host, of the arguments of `piece_table`; `options` are other fields."""
+        """Of the arguments of `piece_table`; `options` are other fields."""
         table, longest, mean = piece_table(lens, parents, own, kept_begins, kept_rows)
         node_lens, node_parents = (tuple(column) for column in table[:, [4, 6]].T.tolist())
         rows = sum(lens[node] for node in own)
-        return PieceLayout(table, node_lens, node_parents, longest, mean, rows, kept_rows=kept_rows, **options)
+        nodes = table if device is None else to_device([table], device)[0]
+        return PieceLayout(nodes, node_lens, node_parents, longest, mean, rows, kept_rows=kept_rows, **options)
 
     @torch.compiler.disable
     def attention(

@@ -162,6 +162,20 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             drop_unread=True, share_lora_dropout=False,
         ),
     ),
+    "shared_prompt_backward": (
+        torch.enable_grad()(
+            lambda model, batch, max_tokens, keep, temperature, with_entropy, group, self_check: (
+                dualkv.shared_prompt_backward(
+                    model, batch, lambda part: part.logps.sum(), max_tokens=max_tokens, keep=keep,
+                    temperature=temperature, with_entropy=with_entropy, group=group, self_check=self_check,
+                )
+            )
+        ),
+        dict(
+            model=MODEL, batch=BATCH, max_tokens=99, keep="auto", temperature=1.0, with_entropy=False, group=None,
+            self_check=True,
+        ),
+    ),
     "shared_prompt_logits": (
         lambda model, batch, rows, self_check, drop_unread, share_lora_dropout: dualkv.shared_prompt_logits(
             model, batch, rows, lambda logits, at: (logits.argmax(-1),), self_check=self_check,

@@ -365,6 +365,8 @@ def test_what_is_refused(cuts: Callable[..., None]) -> None:
         backward(model, batch, losses(batch), max_tokens=1, keep="bits")  # type: ignore[arg-type]
     with pytest.raises(SharedPromptError, match="loss_of: expected a function"):
         backward(model, batch, None, max_tokens=1)  # type: ignore[arg-type]
+    with pytest.raises(SharedPromptError, match="grad mode"), torch.no_grad():
+        backward(model, batch, losses(batch), max_tokens=1)
     with pytest.raises(SharedPromptError, match="cut: expected one of the batch's"):
         dualkv.Pieces(model, batch, Cut((3, 2), (-1, 0), (Piece((0,), (Piece((1,)),)),)))
     model.model.layers[0].self_attn.q_proj.weight.ds_id = 0

@@ -26,8 +26,9 @@ from ...cli.predict import ModelShape
 from ...data.batch import PackedBatch
 from ...data.parts import Cut, plan_parts
 from ...data.split import largest_of_ranks
-from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ...errors import SharedPromptError, SharedPromptTypeError, SharedPromptUnsupportedError
 from ...host import untraced
+from ...parallel.sharded import check_group
 from .admission.unwrap import causal_lm_of, text_config
 from .forward import COMPILE_THE_MODEL, shared_prompt_forward
 from .trunk import Keep, Loss, PartScores, Pieces, Trunk, check_can_be_cut, checked_loss, root_of
@@ -75,7 +76,7 @@ def shared_prompt_backward(
         no_sync: context of all backwards but the last one. None: `model.no_sync` of DDP and FSDP 1; FSDP 2 reduces in
             each backward.
         group: with FSDP, the ranks that must run equally many passes, all of which call; None: all ranks. They agree by
-            two reductions of a few numbers, and ranks with fewer passes run one row in the others.
+            three reductions of a few numbers, and ranks with fewer passes run one row in the others.
         self_check: of `shared_prompt_forward`; the keys of a trunk's second pass are compared with the first's, too.
 
     Returns:
@@ -89,9 +90,14 @@ def shared_prompt_backward(
     """
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     checks.choice("keep", keep, ("auto", "kv", "graph"))
-    for name, function in (("loss_of", loss_of), ("backward", backward)):
-        if not callable(function):
-            raise SharedPromptError(explain(name, "a function", checks.describe(function)))
+    for name, function in (("loss_of", loss_of), ("backward", backward), ("no_sync", no_sync)):
+        if not callable(function) and (name, function) != ("no_sync", None):
+            raise SharedPromptTypeError(explain(name, "a function", checks.describe(function)))
+    if group is not None:
+        check_group(group)
+    if not torch.is_grad_enabled():
+        raise SharedPromptError(explain("grad mode", "on, for a backward", "off"))
+    causal_lm_of(model)  # or there is none
     wrapper = Wrapper.of(model, no_sync)
     ranks = (dist.group.WORLD if group is None else group) if wrapper.is_sharded and dist.is_initialized() else None
     plan = _agreed_plan(model, batch, max_tokens, keep, wrapper, ranks)

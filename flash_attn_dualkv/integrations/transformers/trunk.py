@@ -150,23 +150,23 @@ class Pieces:
         lens, nodes, scored = self.cut.node_lens, piece.nodes, self.scored_in(piece)
         index = runs([self._begins[node] for node in nodes], [lens[node] for node in nodes])
         rows = torch.searchsorted(index, self._rows[scored])
-        layout = PieceLayout.of(
-            lens, self.cut.node_parents, nodes, kept_begins, kept_rows, stage=stage, number=self.passes
-        )
-        self.passes += 1
-        return layout.number, self.run_rows(index, rows, self._targets[scored.to(self._targets.device)], layout)
+        targets = self._targets[scored.to(self._targets.device)]
+        place = lens, self.cut.node_parents, nodes, kept_begins, kept_rows
+        number, self.passes = self.passes, self.passes + 1
+        return number, self._run_rows(index, rows, targets, *place, stage=stage, number=number)
 
-    def run_rows(self, index: Tensor, rows: Tensor, targets: Tensor, layout: PieceLayout) -> Scores:
-        """Scores of targets by `rows` of the pass over the rows `index` of the batch.
+    def _run_rows(self, index: Tensor, rows: Tensor, targets: Tensor, *place: Any, **options: Any) -> Scores:
+        """Scores of targets by `rows` of the pass over the rows `index` of the batch; others are `PieceLayout.of`'s.
 
         A pass that scores nothing runs the head over its first row: wrappers wait for the gradients of all parameters.
         """
-        batch, is_empty = self.batch, not len(rows)
-        index, rows, nodes = to_device([index, rows, layout.nodes], batch.input_ids.device)
+        batch, device = self.batch, self.batch.input_ids.device
+        is_empty = not len(rows)
+        index, rows = to_device([index, rows], device)
         ids, positions = (tensor.index_select(0, index) for tensor in (batch.input_ids, batch.position_ids))
         if is_empty:
             rows, targets = rows.new_zeros(1), targets.new_zeros(1)
-        layout = replace(layout, nodes=nodes, position_ids=positions, input_ids=ids)
+        layout = PieceLayout.of(*place, device=device, position_ids=positions, input_ids=ids, **options)
         piece = replace(
             batch, input_ids=ids, position_ids=positions, layout=layout, token_index=rows, targets=targets,
             own_labels=True, row_values={}, group_images={},
@@ -176,10 +176,9 @@ class Pieces:
 
     def run_dummy(self, *, with_gradients: bool) -> Tensor:
         """A pass over one row that owes nothing to any loss: other ranks have one here."""
-        layout = PieceLayout.of([1], [-1], [0], {}, 0, number=-1)
         none = torch.zeros(0, dtype=torch.int64)
         with torch.set_grad_enabled(with_gradients):
-            scores = self.run_rows(none.new_zeros(1), none, self._targets[:0], layout)
+            scores = self._run_rows(none.new_zeros(1), none, self._targets[:0], [1], [-1], [0], {}, 0, number=-1)
         return root_of(None, scores)
 
     def part_scores(self, piece: Piece, leaves: Scores, scores: Scores) -> PartScores:
