@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import explain
 from .errors import SharedPromptError, SharedPromptLayoutError
 from .host import to_device
 from .layout import SharedPromptLayout, is_in_backward
@@ -73,7 +72,7 @@ class KeptKeys:
             kept.keep(layer, piece.number, begin, end, k, v)
         if kept is None and (begin or piece.stage != "part"):
             expected = "a trunk whose pass has kept the keys of all layers"
-            raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, f"none of {layer.owner}"))
+            raise SharedPromptLayoutError("shared_prompt_layout", expected, f"none of {layer.owner}")
         if kept is None:
             return k, v, None
         kept.check(k, v)
@@ -102,7 +101,7 @@ class KeptKeys:
                 "others, so that gradients are not those of one function (dropout, weights or autocast that changed "
                 'in between, kernels or routers that are not deterministic; keep="graph" needs one pass)'
             )
-            raise SharedPromptError(explain("model", expected, got))
+            raise SharedPromptError("model", expected, got)
 
     def check_added(self, passes: Sequence[int]) -> None:
         """SharedPromptError unless the backward of each pass has run once, through all layers or through none."""
@@ -115,7 +114,7 @@ class KeptKeys:
             if any(found) and {*found} != {1}:
                 wrong = ", ".join(f"{count} of part {part}" for part, count in enumerate(found) if count != 1)
                 expected = "one backward of each part before finish()"
-                raise SharedPromptError(explain(f"gradients of layer {layer}", expected, wrong))
+                raise SharedPromptError(f"gradients of layer {layer}", expected, wrong)
 
 
 class _Kept:
@@ -129,7 +128,7 @@ class _Kept:
     def keep(self, layer: Layer, number: int, begin: int, end: int, k: Tensor, v: Tensor) -> None:
         if self.last_pass == number:
             expected = "layers that run once in a forward, for a prompt in a pass of its own"
-            raise SharedPromptError(explain("model", expected, f"{layer.name} twice"))
+            raise SharedPromptError("model", expected, f"{layer.name} twice")
         self.last_pass = number
         self.check(k, v)
         # Below autograd: the graph of a trunk above may have saved other rows of the same buffer.
@@ -142,7 +141,7 @@ class _Kept:
     def check(self, k: Tensor, v: Tensor) -> None:
         if (k.dtype, v.dtype) != (self.k.dtype, self.v.dtype):
             expected = f"{self.k.dtype}, in which those of the trunk were kept (all passes under one autocast)"
-            raise SharedPromptError(explain("keys", expected, k.dtype))
+            raise SharedPromptError("keys", expected, k.dtype)
 
     def add(self, rows: int, gradients: Sequence[Tensor]) -> None:
         if self.sums is None:
@@ -231,7 +230,7 @@ class PieceLayout(SharedPromptLayout):
         """
         if self.keys is None:
             expected = "a piece through packed_row(ancestors=...)"
-            raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, "one without kept keys"))
+            raise SharedPromptLayoutError("shared_prompt_layout", expected, "one without kept keys")
         q, k, v = checked_tensors(q, k, v, sinks, backend)
         given = packed_options(q, self, backend=backend, deterministic=False, **options)
         k, v, above = self.keys.exchange(layer, self, k, v)

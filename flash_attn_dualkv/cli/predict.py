@@ -43,9 +43,10 @@ COPY_RATES = {"h200": 4.27e12}  # bytes a second, read and written, that copies 
 BYTES_PER_PARAMETER = 4.0  # a 16-bit weight and its gradient
 LOWEST_RHO = 1.1  # below, less than a tenth of the tokens are saved
 LOWEST_LAYER_SPEEDUP = 1.05
-# Peak of a layer's backward over what its forward saves, with the gradients of both and the LM head's:
-# steps of 48K and 16K rows of Qwen3-1.7B differ by 0.46 MB a row, of which 0.11 MB are inputs of layers.
-LAYER_BACKWARD = 4.0
+# Peak of a layer's backward over what its forward saves, with the gradients of both: between rows of
+# 16K, 64K, 128K and 256K tokens, Qwen3-1.7B's checkpointed steps differ by 0.24 to 0.26 MB a token, of
+# which 0.11 MB are inputs of layers (benchmarks/results/trainers/context).
+LAYER_BACKWARD = 1.7
 COLUMNS = 4096  # heads * head_dim of the queries for which `Rates` gives the time of a token
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from .. import checks
-from ..checks import explain
 from ..errors import SharedPromptError
 from .prefix_tree import PrefixTree
 from .split import united
@@ -157,7 +156,7 @@ class _Planner:
             if self._size(rest) <= max(room, 0):
                 continue
             if levels == 0:
-                raise SharedPromptError(explain("levels", f"more, with {kept:,} rows kept above", "no further trunk"))
+                raise SharedPromptError("levels", f"more, with {kept:,} rows kept above", "no further trunk")
             own, below = self._trunk(rest, kept)
             rows = sum(run.end - run.begin for run in own)
             parts = self.pieces_of(below, kept + rows, None if levels is None else levels - bool(rows))
@@ -191,7 +190,7 @@ class _Planner:
             rows = most - most % self.tile
             if rows <= 0:
                 expected = f"more, as {self.per_row:.2f} rows are kept for each of the {kept:,} rows above a part"
-                raise SharedPromptError(explain("max_tokens", expected, self.budget))
+                raise SharedPromptError("max_tokens", expected, self.budget)
             return [_Run(node, begin, begin + rows)], [_Rest(node, begin + rows)]
         own, below = [_Run(node, begin, self.lens[node])], [*map(_Rest, self.children[node])]
         while True:

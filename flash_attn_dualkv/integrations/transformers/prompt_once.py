@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from ... import checks
-from ...checks import explain
 from ...cli.predict import ModelShape
 from ...data.batch import PackedBatch
 from ...data.parts import Cut, plan_parts
-from ...data.split import largest_of_ranks
 from ...errors import SharedPromptError, SharedPromptTypeError, SharedPromptUnsupportedError
 from ...host import untraced
+from ...parallel.agreement import largest_of_ranks
 from ...parallel.sharded import check_group
 from .admission.unwrap import causal_lm_of, text_config
 from .forward import COMPILE_THE_MODEL, shared_prompt_forward
@@ -92,11 +91,11 @@ def shared_prompt_backward(
     checks.choice("keep", keep, ("auto", "kv", "graph"))
     for name, function in (("loss_of", loss_of), ("backward", backward), ("no_sync", no_sync)):
         if not callable(function) and (name, function) != ("no_sync", None):
-            raise SharedPromptTypeError(explain(name, "a function", checks.describe(function)))
+            raise SharedPromptTypeError(name, "a function", checks.describe(function))
     if group is not None:
         check_group(group)
     if not torch.is_grad_enabled():
-        raise SharedPromptError(explain("grad mode", "on, for a backward", "off"))
+        raise SharedPromptError("grad mode", "on, for a backward", "off")
     causal_lm_of(model)  # or there is none
     wrapper = Wrapper.of(model, no_sync)
     ranks = (dist.group.WORLD if group is None else group) if wrapper.is_sharded and dist.is_initialized() else None
@@ -140,7 +139,7 @@ def plan_backward(
             return plans["kv"]
     elif not can_keep_graph:
         expected = '"kv" inside of DDP and FSDP 1'
-        raise SharedPromptUnsupportedError(explain("keep", expected, repr(keep)))
+        raise SharedPromptUnsupportedError("keep", expected, repr(keep))
     try:
         plan = Plan(plan_parts(batch.tree, max_tokens, kept=kept, held=True), "graph")
     except SharedPromptError:
@@ -188,7 +187,7 @@ def _agreed_plan(
         plan = plan_backward(model, batch, max_tokens, keep, wrapper.keeps_graphs)
         if not plan.cut.is_whole:
             if wrapper.kind == "DeepSpeed":
-                raise SharedPromptUnsupportedError(explain("model", "no DeepSpeed engine, to be cut", "one"))
+                raise SharedPromptUnsupportedError("model", "no DeepSpeed engine, to be cut", "one")
             check_can_be_cut(model, batch, plan.cut)
     except SharedPromptError as own:
         error = own
@@ -197,7 +196,7 @@ def _agreed_plan(
     if error is not None:
         raise error
     if failed or plan is None:
-        raise SharedPromptError(explain("batch", "one that every rank can run", "an error on another rank"))
+        raise SharedPromptError("batch", "one that every rank can run", "an error on another rank")
     if plan.keep == "graph" and needs_keys:
         return plan_backward(model, batch, max_tokens, "kv", can_keep_graph=False)
     return plan
@@ -217,10 +216,10 @@ def _common_string(letters: str, ranks: Any) -> list[tuple[str, bool]]:
             slots.append([0] * len(_LETTERS))
         slots[-1][place] += 1
         last = place
-    (count,) = largest_of_ranks((len(slots),), ranks)
+    (count,) = map(int, largest_of_ranks([len(slots)], ranks))
     slots += [[0] * len(_LETTERS) for _ in range(count - len(slots))]
     own = [number for slot in slots for number in slot]
-    most = largest_of_ranks(own, ranks)
+    most = map(int, largest_of_ranks(own, ranks))
     return [
         (letter, index < number)
         for letter, number, all_ranks in zip(_LETTERS * count, own, most)

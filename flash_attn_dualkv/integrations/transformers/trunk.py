@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
-from ...checks import explain
 from ...data.batch import PackedBatch
 from ...data.parts import Cut, Piece, walk
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
@@ -58,7 +57,7 @@ class PartScores:
         checks.instance("values", values, Tensor)
         if values.shape != self.tokens.shape:
             expected = f"shape {tuple(self.tokens.shape)}, a value for each scored token"
-            raise SharedPromptError(explain("values", expected, tuple(values.shape)))
+            raise SharedPromptError("values", expected, tuple(values.shape))
         rows = values.split(self.response_lens)
         return torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True, padding_value=fill)
 
@@ -242,7 +241,7 @@ class Trunk:
         self.close()
         if was_kept:
             expected = "finish() and its backward before the trunk is left, or the gradients of its own rows lack"
-            raise SharedPromptError(explain("Trunk", expected, f"{len(self._passes)} parts and no finish()"))
+            raise SharedPromptError("Trunk", expected, f"{len(self._passes)} parts and no finish()")
 
     def keep(self) -> None:
         """Run the trunk, and keep what its parts read."""
@@ -278,7 +277,7 @@ class Trunk:
         piece = self._part(index, is_trunk=False)
         self._expect("kept")
         if index in self._passes:
-            raise SharedPromptError(explain("index", "a part that has not run", index))
+            raise SharedPromptError("index", "a part that has not run", index)
         number, scores = self._pieces.run(piece, "part", self.begins, self.rows)
         yield self._pieces.part_scores(piece, self.leaves, scores)
         self._passes[index] = [number]
@@ -296,14 +295,12 @@ class Trunk:
         pieces, done = self._pieces, self._passes
         missing = [index for index in range(self.num_parts) if index not in done]
         if missing:
-            raise SharedPromptError(
-                explain("Trunk", f"all {self.num_parts} parts before finish()", f"none of {missing}")
-            )
+            raise SharedPromptError("Trunk", f"all {self.num_parts} parts before finish()", f"none of {missing}")
         pieces.keys.check_added([number for index in sorted(done) for number in done[index]])
         sequences = pieces.sequences_of(self.piece)
         if sequences and loss_of is None:
             expected = f"a loss of the {len(sequences)} sequences that end in the trunk"
-            raise SharedPromptError(explain("loss_of", expected, None))
+            raise SharedPromptError("loss_of", expected, None)
         scores = self._graph
         if not scores:
             self._last_pass, scores = self._run("inject")
@@ -344,30 +341,30 @@ class Trunk:
         piece = self.piece.parts[checks.integer("index", index, 0, self.num_parts - 1)]
         if bool(piece.parts) != is_trunk:
             expected = "a part that is a trunk" if is_trunk else "a part that is no trunk (see Trunk.inner)"
-            raise SharedPromptError(explain("index", expected, index))
+            raise SharedPromptError("index", expected, index)
         return piece
 
     def _expect(self, state: str) -> None:
         if self._state != state:
-            raise SharedPromptError(explain("Trunk", f"one that is {state}", self._state))
+            raise SharedPromptError("Trunk", f"one that is {state}", self._state)
 
 
 def check_can_be_cut(model: nn.Module, batch: PackedBatch, cut: Cut) -> None:
     """SharedPromptError for a batch or a model whose row has to run in one pass."""
     if type(batch.layout) is not SharedPromptLayout:
-        raise SharedPromptLayoutError(explain("batch", "one with its own layout", type(batch.layout).__name__))
+        raise SharedPromptLayoutError("batch", "one with its own layout", type(batch.layout).__name__)
     config = causal_lm_of(model).config
     if family_of(text_config(config)) is not None:
         expected = "attention layers alone, to be cut"
-        raise SharedPromptUnsupportedError(explain("model", expected, f"{config.model_type}, which carries states"))
+        raise SharedPromptUnsupportedError("model", expected, f"{config.model_type}, which carries states")
     rows = sum(cut.node_lens)
     if rows != batch.layout.num_tokens - batch.layout.pad:
         expected = f"one of the batch's {batch.layout.num_tokens - batch.layout.pad} rows"
-        raise SharedPromptLayoutError(explain("cut", expected, rows))
+        raise SharedPromptLayoutError("cut", expected, rows)
     if batch.images or "position_ids" in batch.row_values:
         expected = "text, to be cut"
         got = ", ".join(batch.images) or "position_ids of several dimensions"
-        raise SharedPromptUnsupportedError(explain("batch", expected, got))
+        raise SharedPromptUnsupportedError("batch", expected, got)
     if (lacking := rope_of_ranks(config, batch.layout.max_sequence)) is not None:
         raise SharedPromptUnsupportedError(lacking)
 
@@ -376,7 +373,7 @@ def checked_loss(loss: Any) -> Tensor:
     """SharedPromptError unless a loss is one number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else checks.describe(loss)
-        raise SharedPromptError(explain("loss_of", "a function that returns a tensor of one number", got))
+        raise SharedPromptError("loss_of", "a function that returns a tensor of one number", got)
     return loss.reshape(())
 
 
