@@ -202,13 +202,13 @@ def test_cuts(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a group that a budget does not hold: forwards of rows as counted, and kept bytes as the design has them."""
     shape = predict.MODELS["qwen3-1.7b"]
     cut = predict.predict_cut(32768, [4096] * 16, shape, 49152)
-    assert cut is not None and (cut.divisions, cut.divided_tokens, cut.parts) == (4, 196608, 4)
+    assert cut is not None and (cut.divisions, cut.divided_tokens, cut.parts) == (4, 196608, 16)
     assert cut.kept_gib == pytest.approx(32768 * 28 * 256 * 8 * 6 / 2**30)
     assert cut.ratio == pytest.approx(4 * 196608 / (5 * 32768 + 4 * 65536))
     assert predict.predict_cut(32768, [4096] * 4, shape, 49152) is None
     options = "--prompt 32K --responses 16 --response 4K --model qwen3-1.7b --max-tokens"
     assert predict.main([*options.split(), "48K"]) == 0
-    assert "4 parts, 10.5 GiB of the prompt's keys and sums kept, 1.85x" in capsys.readouterr().out
+    assert "16 parts, 10.5 GiB of the prompt's keys and sums kept, 1.85x" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         predict.main([*options.split(), "8K"])
     assert "room for a response of 4,096" in capsys.readouterr().err

@@ -158,7 +158,7 @@ def test_plans(keep: Any, spare: int) -> None:
     model = tiny_model("qwen3").train()
     model.gradient_checkpointing_enable()
     cost = prompt_once.kept_cost(model)
-    assert 0.05 < cost < 0.2
+    assert 0.05 < cost < 0.3
     batch = Samples.random([(40, [36, 29, 34, 38, 33])]).pack(boundary="gather")
     prompt, *lens = batch.layout.node_lens
     compare(model, batch, max_tokens=prompt + sum(lens))  # with its trial
