@@ -20,6 +20,11 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+try:
+    from vllm.v1.worker.gpu.spec_decode import speculator
+except ImportError:  # before 0.23
+    speculator = None
+
 from flash_attn_dualkv.integrations.vllm import backend, prompts
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
@@ -53,14 +58,14 @@ PREFILL = [Request(37, 37, 37, [50, 51, 52]), Request(64, 5, 70, [55, 56, 57, 58
 
 
 def cache_shape() -> tuple[int, ...]:
-    """A layer's cache as vLLM makes it: K and V side by side in each row, or as halves of each page."""
+    """A layer's cache as vLLM makes it: K and V side by side in each row, as halves of each page, or of all."""
     shape: Any = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)  # newer versions have one for all backends
     return shape(PAGES, PAGE, KV_HEADS, HEAD_DIM) if shape else (PAGES, KV_HEADS, PAGE, 2 * HEAD_DIM)
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of a layer's cache, (pages, rows, heads, head_dim)."""
-    k, v = cache.unbind(1) if cache.dim() == 5 else cache.transpose(1, 2).split(HEAD_DIM, -1)
+    k, v = cache.unbind([*cache.shape].index(2)) if cache.dim() == 5 else cache.transpose(1, 2).split(HEAD_DIM, -1)
     return k, v
 
 
@@ -171,7 +176,8 @@ def fill(layer: Layer, requests: list[Request], seed: int = 0) -> None:
     """Keys and values of the requests, in their pages; equal pages get equal ones."""
     draw = torch.Generator().manual_seed(seed)
     for page in sorted({page for one in requests for page in one.pages}):
-        layer.kv_cache[page] = torch.randn(layer.kv_cache.shape[1:], generator=draw).to(DTYPE)
+        for half in halves(layer.kv_cache):
+            half[page] = torch.randn(half.shape[1:], generator=draw).to(DTYPE)
     for one in requests:  # behind a request's last key there is nothing
         last, rows = divmod(one.keys, PAGE)
         if rows and not any(one.pages[last] in other.pages for other in requests if other is not one):
@@ -242,7 +248,10 @@ def sleeping_worker(monkeypatch: Any, gpu_worker: Any) -> Any:
     """As much of vLLM's worker as its method `wake_up` reads, above an allocator that does nothing."""
     allocator = SimpleNamespace(wake_up=lambda tags: None)
     backend = SimpleNamespace(resume=lambda tags: None)
-    monkeypatch.setattr(gpu_worker, "get_mem_allocator_instance", lambda: allocator)
+    if hasattr(gpu_worker, "get_mem_allocator_instance"):
+        monkeypatch.setattr(gpu_worker, "get_mem_allocator_instance", lambda: allocator)
+    else:  # before 0.23
+        monkeypatch.setattr("vllm.device_allocator.cumem.CuMemAllocator.get_instance", lambda: allocator)
     return SimpleNamespace(
         _sleep_saved_buffers={}, _sleep_saved_parameters={}, _sleep_saved_draft_buffers={},
         _sleep_rebuild_draft_metadata_buffers=False, _get_sleep_mode_backend=lambda: backend,

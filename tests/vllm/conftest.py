@@ -12,10 +12,10 @@ import pytest
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the plug-in says in vLLM's log."""
-    from flash_attn_dualkv.integrations.vllm import log, selection
+    from flash_attn_dualkv.integrations.vllm import log
 
     found: list[str] = []
-    monkeypatch.setattr(selection, "_process", SimpleNamespace())
+    monkeypatch.setattr(log, "_process", SimpleNamespace())
     monkeypatch.setattr(log.logger, "warning", lambda message, *rest: found.append(message % rest))
     return found
 

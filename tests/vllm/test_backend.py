@@ -21,9 +21,8 @@ from vllm.v1.worker import gpu_input_batch, gpu_model_runner
 from vllm.v1.worker.gpu import input_batch, model_runner, states
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-from vllm.v1.worker.gpu.spec_decode import speculator
 from vllm.v1.worker.utils import AttentionGroup
-from vllm_steps import DECODING, PREFILL, Calls, Layer, Request, run
+from vllm_steps import DECODING, PREFILL, Calls, Layer, Request, run, speculator
 
 from flash_attn_dualkv.integrations.common.patching import stock_of
 from flash_attn_dualkv.integrations.vllm import backend, prompts, sharing, versions
@@ -153,7 +152,7 @@ def test_stock_steps(calls: Calls) -> None:
 
 def test_requests_that_vllm_divides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of local attention are rows of other block tables, whose requests are not the step's."""
-    monkeypatch.setattr(utils, "async_tensor_h2d", lambda data, *_, **__: torch.as_tensor(data))  # pins memory
+    monkeypatch.setattr(utils, "async_tensor_h2d", lambda data, *_, **__: torch.as_tensor(data), raising=False)
     builder = steps.builder(Layer())
     chunks, _ = utils.make_local_attention_virtual_batches(32, steps.metadata([*DECODING, *PREFILL]), steps.PAGE)
     assert chunks.num_reqs > len(DECODING) + len(PREFILL)
@@ -275,6 +274,7 @@ def test_seams_of_the_runners(monkeypatch: pytest.MonkeyPatch) -> None:
         assert noted is not None and noted.lengths.tolist() == lengths
 
 
+@pytest.mark.skipif(speculator is None, reason="vLLM 0.22's drafts in the second runner are refused")
 def test_drafts_are_vllms_own(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Builders that a speculator of the second runner makes have no plan, whatever metadata says; others do."""
     monkeypatch.setattr(speculator.DraftModelSpeculator, "set_attn", stock_of(speculator.DraftModelSpeculator.set_attn))

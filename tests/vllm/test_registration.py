@@ -7,6 +7,8 @@ import importlib
 import inspect
 import logging
 import math
+import pickle
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: .ci/run puts its Pyth
 
 import vllm.config.vllm
 import vllm_steps as steps
+from vllm.config import AttentionConfig
 from vllm.model_executor.layers import layernorm
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -26,8 +29,7 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import gpu_model_runner, gpu_worker
 from vllm.v1.worker.gpu import model_runner
-from vllm.v1.worker.gpu.spec_decode import speculator
-from vllm_steps import DECODING
+from vllm_steps import DECODING, speculator
 
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
@@ -44,6 +46,11 @@ def test_registration() -> None:
     plugin.register()
     found = custom.get_class()
     assert found is backend.SharedPrefixBackend and AttentionBackendEnum[found.get_name()] is custom
+    assert (
+        AttentionConfig(backend="dualkv").backend
+        is custom
+        is pickle.loads(pickle.dumps(AttentionBackendEnum["DUALKV"]))
+    )
     assert issubclass(found.get_impl_cls(), flash_attn.FlashAttentionImpl)
     assert issubclass(found.get_builder_cls(), flash_attn.FlashAttentionMetadataBuilder)
     assert found.supports_batch_invariance()
@@ -140,23 +147,82 @@ def test_norms_behind_residuals(invariant: bool, monkeypatch: pytest.MonkeyPatch
         assert calls == [None] * 4, "the kernel that adds is not taken"
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "1.0.0"])
-def test_other_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
+def test_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number alone decides: older ones are refused by name, newer ones taken for the newest."""
+    for version, expected in (("0.22.1", (0, 22)), ("0.24.0", (0, 23)), ("0.25.1", (0, 25)), ("0.29.1rc1", (0, 26))):
+        monkeypatch.setattr(vllm, "__version__", version)
+        assert versions.installed() is versions.DIFFERENCES[expected]
+    for version in ("0.34.0", "1.0.0", "dev"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        assert versions.installed() is versions.DIFFERENCES[0, 26]
+        assert plugin.SharedPrefixBackend is backend.SharedPrefixBackend
+    monkeypatch.setattr(vllm, "__version__", "0.21.2")
     plugin.register()  # does nothing to who does not ask for it
     try:
-        with pytest.raises(SharedPromptUnsupportedError, match=rf"0\.24\.x or .* or 0\.33\.x for .*, got {version}"):
+        with pytest.raises(SharedPromptUnsupportedError, match=r"expected 0\.22 to 0\.33, or newer, .*, got 0\.21\.2"):
             AttentionBackendEnum.CUSTOM.get_class()
     finally:
         AttentionBackendEnum.CUSTOM.clear_override()
 
 
+def _no_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = "vllm.config.CacheConfig"
+    monkeypatch.setitem(versions.NAMES, config, f"{versions.NAMES[config]} renamed")
+
+
+def _no_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(vllm.config, "ParallelConfig")
+
+
+def _no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, backend.__name__, None)
+
+
+def _other_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn.FlashAttentionMetadataBuilder, "build", lambda self, common_attn_metadata: None)
+
+
+def _no_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(gpu_model_runner.GPUModelRunner, "_build_attention_metadata")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_no_field, "vllm.config.CacheConfig: expected one with renamed"),
+        (_no_class, "vllm.config.ParallelConfig: expected one with decode_context_parallel_size"),
+        (_no_module, "backend"),
+        (_other_call, "FlashAttentionMetadataBuilder.build: expected the signature"),
+        (_no_seam, "GPUModelRunner._build_attention_metadata: expected a function"),
+    ],
+)
+def test_a_vllm_that_lacks_a_name(change: Any, said: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engines run on vLLM's own backend, and the log of each says once which name it is."""
+    change(monkeypatch)
+    plugin.register()
+    try:
+        for _ in range(2):
+            assert AttentionBackendEnum.CUSTOM.get_class() is flash_attn.FlashAttentionBackend
+        assert len(warnings) == 1 and "all layers run on vLLM's own FlashAttention backend" in warnings[0]
+        assert said in warnings[0]
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_a_runner_that_comes_late(calls: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runner without the method that tells prompts' lengths, imported after the backend: attention is vLLM's own."""
+    monkeypatch.delattr(gpu_model_runner.GPUModelRunner, "_build_attention_metadata")
+    steps.run(layer := steps.Layer(), steps.builder(layer), DECODING)
+    assert calls.rows == [6] and len(warnings) == 1 and "_build_attention_metadata: expected a function" in warnings[0]
+
+
 def test_what_versions_differ_in() -> None:
     """The table says of the installed version what its code says."""
     found = versions.installed()
-    assert found.packs_halves == (len(steps.cache_shape()) == 4) and found.has_rswa == steps.HAS_RSWA
-    assert found.keeps_captures == ("attn_states" in steps.parameters(speculator.DraftModelSpeculator.capture))
-    assert found.keeps_captures == (found is versions.SUPPORTED["0.24"])
+    shape = [*steps.cache_shape()]
+    assert found.kv_dim == (shape.index(2) if len(shape) == 5 else None) and found.has_rswa == steps.HAS_RSWA
+    keeps = speculator is None or "attn_states" in steps.parameters(speculator.DraftModelSpeculator.capture)
+    assert found.keeps_captures == keeps
     # Builders make plans where vLLM makes the cache, once it knows how many pages there are.
     source = inspect.getsource(gpu_worker.Worker.initialize_from_config)
     order = ("num_gpu_blocks = ", "_maybe_get_memory_pool_context(", "model_runner.initialize_kv_cache(")

@@ -7,6 +7,7 @@ Cache layout, writes to the cache, prompts and all that decoding here lacks are 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -23,6 +24,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from ...checks import CUDA_DTYPES
 from ...decode.attention import shared_prefix_decode
 from ...decode.calls import MOST_REQUESTS
+from ...errors import SharedPromptUnsupportedError
+from ..common.patching import check_signature
 from . import prompts
 from .settings import read_settings
 from .sharing import Geometry, Shared, Sharing, sizes_of
@@ -61,7 +64,6 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        prompts.install()
         context = vllm_config.compilation_config.static_forward_context
         layers = {name: context[name] for name in layer_names}
         scheduler = vllm_config.scheduler_config
@@ -75,6 +77,10 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         self._sharing = Sharing(vllm_config, layers, geometry, settings, device)
         self._is_drafting = self._is_capturing = False
         reason = why_stock(vllm_config, layers)
+        try:  # in runners that are imported behind the backend
+            prompts.install()
+        except SharedPromptUnsupportedError as error:
+            reason = str(error)
         if reason is not None:
             self.refuse(reason)
             return
@@ -199,3 +205,12 @@ def why_stock(vllm_config: Any, layers: dict[str, Any]) -> str | None:
             (f"a cache of {impl.kv_cache_dtype} ({dtype})", dtype not in CUDA_DTYPES),
         ]
     return next((reason for reason, holds in found if holds), None)
+
+
+def check_overrides() -> None:
+    """SharedPromptUnsupportedError unless the methods here take the calls of those that they stand for."""
+    for kind in (SharedPrefixMetadataBuilder, SharedPrefixImpl):
+        stock = kind.__mro__[1]
+        for name, function in vars(kind).items():
+            if inspect.isfunction(function) and hasattr(stock, name):
+                check_signature(f"{stock.__name__}.{name}", getattr(stock, name), function)

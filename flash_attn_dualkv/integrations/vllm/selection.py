@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from ...checks import environment_flag
@@ -14,16 +13,11 @@ from ..common.patching import replace_once
 from .log import say_once
 
 FLAG = "DUALKV_VLLM"
-_process = SimpleNamespace()  # stands for the engine where vLLM does not say which it makes
 
 
 def install(custom: Any) -> None:
     """Let vLLM's choice of a backend know this one, `custom` of vLLM's enumeration if no other plug-in has that."""
     platform: Any = importlib.import_module("vllm.platforms").current_platform
-
-    def say(message: str) -> None:
-        config: Any = importlib.import_module("vllm.config")
-        say_once(message, config.get_current_vllm_config_or_none() or _process)
 
     def choosing(stock: Callable[..., str]) -> Callable[..., str]:
         def get_attn_backend_cls(selected_backend: Any, *args: Any, **kwargs: Any) -> str:
@@ -34,7 +28,7 @@ def install(custom: Any) -> None:
                     selected_backend = custom
                 else:
                     remedy = "VLLM_PLUGINS=flash_attn_dualkv loads this one alone"
-                    say(f"{FLAG}=1 has no effect: vLLM's backend CUSTOM is another plug-in's, {path}. {remedy}")
+                    say_once(f"{FLAG}=1 has no effect: vLLM's backend CUSTOM is another plug-in's, {path}. {remedy}")
             if selected_backend is not custom or not is_ours:
                 return stock(selected_backend, *args, **kwargs)
             try:
@@ -42,7 +36,7 @@ def install(custom: Any) -> None:
             except SharedPromptError:
                 raise
             except ValueError as error:  # vLLM's: MLA, sparse attention, and so on
-                say(f"layers run on vLLM's own attention backend: {error}")
+                say_once(f"layers run on vLLM's own attention backend: {error}")
                 return stock(None, *args, **kwargs)
 
         return get_attn_backend_cls

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,8 +16,9 @@ from ...errors import SharedPromptUnsupportedError
 class Version(NamedTuple):
     """Differences between versions of vLLM.
 
-    packs_halves: whether a layer's cache is (pages, heads, rows, K and V side by side); else it is
-        (pages, K and V, rows, heads, head_dim).
+    kv_dim: dimension of a layer's cache that holds K and V: 1 of (pages, K and V, rows, heads,
+        head_dim), 0 of one with pages behind it, or None: it is (pages, heads, rows, K and V side by
+        side).
     has_rswa: whether models may have reference sliding windows.
     keeps_captures: whether the second model runner captures a draft model with metadata of steps
         that it has captured before. A plan is then another step's.
@@ -24,33 +26,80 @@ class Version(NamedTuple):
         sleeps has given up: with other contents, at the same addresses.
     """
 
-    packs_halves: bool = True
+    kv_dim: int | None = None
     has_rswa: bool = True
     keeps_captures: bool = False
     wakes_by: tuple[str, str, str] = ("vllm.v1.worker.gpu_worker", "Worker", "wake_up")
 
     def keys_and_values(self, cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer's cache, views of (pages, rows, heads, head_dim)."""
-        k, v = cache.transpose(1, 2).split(head_dim, dim=-1) if self.packs_halves else cache.unbind(1)
+        k, v = cache.transpose(1, 2).split(head_dim, dim=-1) if self.kv_dim is None else cache.unbind(self.kv_dim)
         return k, v
 
 
-SUPPORTED = {
-    "0.24": Version(packs_halves=False, has_rswa=False, keeps_captures=True),
-    "0.26": Version(),
-    "0.33": Version(),
+# By the first release with them, oldest first.
+DIFFERENCES = {
+    (0, 22): Version(kv_dim=0, has_rswa=False, keeps_captures=True),
+    (0, 23): Version(kv_dim=1, has_rswa=False, keeps_captures=True),
+    (0, 25): Version(kv_dim=1, keeps_captures=True),
+    (0, 26): Version(),
+}
+NEWEST = (0, 33)  # whose code the tests have run on
+
+# Fields and attributes that the plug-in reads, of classes of vLLM.
+_CONFIG, _ATTENTION = "vllm.config", "vllm.v1.attention"
+NAMES = {
+    f"{_CONFIG}.VllmConfig": "additional_config compilation_config speculative_config use_v2_model_runner",
+    f"{_CONFIG}.ModelConfig": "is_hybrid is_mm_prefix_lm max_model_len",
+    f"{_CONFIG}.CacheConfig": "block_size enable_prefix_caching kv_sharing_fast_prefill num_gpu_blocks",
+    f"{_CONFIG}.SchedulerConfig": "max_num_batched_tokens max_num_seqs",
+    f"{_CONFIG}.ParallelConfig": "decode_context_parallel_size prefill_context_parallel_size use_ubatching",
+    f"{_CONFIG}.CompilationConfig": "static_forward_context",
+    "vllm.model_executor.layers.attention.Attention": "impl kv_cache kv_cache_torch_dtype",
+    f"{_ATTENTION}.backend.CommonAttentionMetadata": (
+        "block_table_tensor causal is_prefilling max_query_len max_seq_len num_actual_tokens num_reqs positions "
+        "query_start_loc query_start_loc_cpu replace seq_lens seq_lens_cpu_upper_bound slot_mapping"
+    ),
+    f"{_ATTENTION}.backends.flash_attn.FlashAttentionImpl": (
+        "alibi_slopes attn_type head_size kv_cache_dtype logits_soft_cap num_heads num_kv_heads scale sinks "
+        "sliding_window"
+    ),
+    f"{_ATTENTION}.backends.flash_attn.FlashAttentionMetadataBuilder": "_init_reorder_batch_threshold",
 }
 
 
+def release() -> tuple[int, ...]:
+    """Major and minor version of the installed vLLM; of one that has no number, a build from source, (1 << 30,)."""
+    numbers = re.match(r"(\d+)\.(\d+)", str(importlib.import_module("vllm").__version__))
+    return tuple(map(int, numbers.groups())) if numbers else (1 << 30,)
+
+
 def installed() -> Version:
-    """Version of the installed vLLM.
+    """Version of the installed vLLM, by its number alone; one that is newer than NEWEST is taken for that.
 
     Raises:
-        SharedPromptUnsupportedError: this package does not know it; names the versions that are supported.
+        SharedPromptUnsupportedError: it is older than all that this package knows.
     """
-    version = str(importlib.import_module("vllm").__version__)
-    found = SUPPORTED.get(".".join(version.split(".")[:2]))
-    if found is None:
-        expected = " or ".join(f"{release}.x" for release in SUPPORTED)
-        raise SharedPromptUnsupportedError(explain("vllm", f"{expected} for the attention backend CUSTOM", version))
-    return found
+    found = [version for first, version in DIFFERENCES.items() if first <= release()]
+    if not found:
+        oldest, newest = (".".join(map(str, numbers)) for numbers in (min(DIFFERENCES), NEWEST))
+        expected = f"{oldest} to {newest}, or newer, for the attention backend CUSTOM"
+        raise SharedPromptUnsupportedError(explain("vllm", expected, importlib.import_module("vllm").__version__))
+    return found[-1]
+
+
+def check_names() -> None:
+    """Look for the names that the plug-in reads.
+
+    Raises:
+        SharedPromptUnsupportedError: this vLLM lacks one; names it.
+        ImportError: or a module.
+    """
+    for place, names in NAMES.items():
+        module, _, owner = place.rpartition(".")
+        found = getattr(importlib.import_module(module), owner, None)
+        code = getattr(getattr(found, "__init__", None), "__code__", None)  # which gives objects their attributes
+        known = {*dir(found), *getattr(found, "__dataclass_fields__", ()), *(code.co_names if code else ())}
+        lacking = ", ".join(name for name in names.split() if name not in known)
+        if lacking:
+            raise SharedPromptUnsupportedError(explain(place, f"one with {lacking}", "none"))
