@@ -19,6 +19,7 @@ from vllm.config import ModelConfig
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 try:
     from vllm.v1.worker.gpu.spec_decode import speculator
@@ -57,10 +58,10 @@ DECODING = [
 PREFILL = [Request(37, 37, 37, [50, 51, 52]), Request(64, 5, 70, [55, 56, 57, 58])]
 
 
-def cache_shape() -> tuple[int, ...]:
+def cache_shape(page: int = PAGE, pages: int = PAGES) -> tuple[int, ...]:
     """A layer's cache as vLLM makes it: K and V side by side in each row, as halves of each page, or of all."""
     shape: Any = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)  # newer versions have one for all backends
-    return shape(PAGES, PAGE, KV_HEADS, HEAD_DIM) if shape else (PAGES, KV_HEADS, PAGE, 2 * HEAD_DIM)
+    return shape(pages, page, KV_HEADS, HEAD_DIM) if shape else (pages, KV_HEADS, page, 2 * HEAD_DIM)
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,6 +98,7 @@ def config(threshold: int = 1, **changes: Any) -> Any:
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", block_size=PAGE, kv_sharing_fast_prefill=False, num_gpu_blocks=PAGES,
+            enable_prefix_caching=True, mamba_cache_mode="align", mamba_ssm_cache_dtype="auto",
         ),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True), max_cudagraph_capture_size=8,
@@ -119,9 +121,11 @@ def config(threshold: int = 1, **changes: Any) -> Any:
 
 
 class Layer(torch.nn.Module):
-    """As much of vLLM's Attention as the backend reads."""
+    """As much of vLLM's Attention as the backend reads; its cache has so many pages of so many rows."""
 
-    def __init__(self, impl_class: type = backend.SharedPrefixImpl, **attributes: Any) -> None:
+    def __init__(
+        self, impl_class: type = backend.SharedPrefixImpl, page: int = PAGE, pages: int = PAGES, **attributes: Any
+    ) -> None:  # fmt: skip
         super().__init__()
         impl: Any = impl_class.__new__(impl_class)
         values = {
@@ -136,14 +140,15 @@ class Layer(torch.nn.Module):
         self.kv_cache_torch_dtype = DTYPE
         self._q_scale = self._k_scale = self._v_scale = torch.ones(1)
         # NaN shows what is read too much.
-        self.kv_cache = torch.full(cache_shape(), torch.nan, dtype=DTYPE)
+        self.kv_cache = torch.full(cache_shape(page, pages), torch.nan, dtype=DTYPE)
+        self.page = page
 
 
 def builder(layer: Layer, vllm_config: Any | None = None, layers: dict[str, Layer] | None = None) -> Any:
     """The backend's metadata builder of a layer, or of all that have its block table."""
     made, layers = vllm_config or config(), layers or {NAME: layer}
     made.compilation_config.static_forward_context |= layers
-    sizes = {"block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM, "dtype": DTYPE}
+    sizes = {"block_size": layer.page, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM, "dtype": DTYPE}
     window = layer.impl.sliding_window[0] + 1
     spec = SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
     kind = backend.SharedPrefixBackend.get_builder_cls()
@@ -179,7 +184,7 @@ def fill(layer: Layer, requests: list[Request], seed: int = 0) -> None:
         for half in halves(layer.kv_cache):
             half[page] = torch.randn(half.shape[1:], generator=draw).to(DTYPE)
     for one in requests:  # behind a request's last key there is nothing
-        last, rows = divmod(one.keys, PAGE)
+        last, rows = divmod(one.keys, layer.page)
         if rows and not any(one.pages[last] in other.pages for other in requests if other is not one):
             for half in halves(layer.kv_cache):
                 half[one.pages[last], rows:] = torch.nan
@@ -190,9 +195,9 @@ def plain(
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of a request's rows, in float64."""
-    positions = torch.arange(request.keys)
-    pages = torch.tensor(request.pages)[positions // PAGE]
-    found = (cache[pages, positions % PAGE].double() for cache in (k_cache, v_cache))  # (keys, KV heads, head_dim)
+    positions, rows = torch.arange(request.keys), k_cache.shape[1]
+    pages = torch.tensor(request.pages)[positions // rows]
+    found = (cache[pages, positions % rows].double() for cache in (k_cache, v_cache))  # (keys, KV heads, head_dim)
     k, v = (one.repeat_interleave(q.shape[1] // KV_HEADS, 1) for one in found)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     if softcap:
@@ -258,6 +263,37 @@ def sleeping_worker(monkeypatch: Any, gpu_worker: Any) -> Any:
         sleep_mode_backend=backend, synchronize_device=lambda: None,
         model_runner=SimpleNamespace(post_kv_cache_wake_up=lambda: None),
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+    )  # fmt: skip
+
+
+def first_runner(common: Any, tables: list[Tensor], groups: Any, cache: Any, requests: list[Request]) -> Any:
+    """Metadata as the installed vLLM's first runner builds it for requests that decode, padded to those of `common`.
+
+    tables, groups: of each group of layers of its configuration of the cache.
+    """
+    # Prompts' lengths behind the requests are those of earlier steps.
+    count, lengths = len(requests), np.array([one.prompt for one in requests] + [99, 99], dtype=np.int32)
+
+    def buffer(tensor: Tensor) -> Any:
+        return SimpleNamespace(gpu=tensor, cpu=tensor, get_device_tensor=lambda count: tensor[:count])
+
+    runner = SimpleNamespace(
+        kv_cache_config=cache, optimistic_seq_lens_cpu=common.seq_lens, seq_lens=common.seq_lens,
+        positions=common.positions, query_start_loc=buffer(common.query_start_loc), device=torch.device("cpu"),
+        attn_groups=groups,
+        input_batch=SimpleNamespace(
+            block_table=[*map(buffer, tables)],
+            num_computed_tokens_cpu_tensor=common.seq_lens - 1, num_prompt_tokens=lengths,
+            num_prompt_tokens_cpu_tensor=torch.from_numpy(lengths), req_ids=list("abcdefghij")[:count],
+        ),
+        model_config=SimpleNamespace(rswa_window=None),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, use_replayssm=False),
+        routed_experts_initialized=False, use_async_spec_decode=False, is_mm_prefix_lm=False, dcp_world_size=1,
+        speculative_config=None, max_model_len=1024, _get_encoder_seq_lens=lambda *_, **__: (None, None),
+    )  # fmt: skip
+    return GPUModelRunner._build_attention_metadata(
+        runner, num_tokens=count, num_reqs=count, max_query_len=1, num_tokens_padded=common.num_reqs,
+        num_reqs_padded=common.num_reqs, slot_mappings=dict.fromkeys(range(len(tables)), common.slot_mapping),
     )  # fmt: skip
 
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
+import launches  # noqa: F401, with DUALKV_TEST_DEVICE=host steps run on the kernels
 import pytest
 
 
@@ -15,8 +17,13 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from flash_attn_dualkv.integrations.vllm import log
 
     found: list[str] = []
+
+    def note(level: int, message: str, *rest: Any) -> None:
+        if level == logging.WARNING:
+            found.append(message % rest)
+
     monkeypatch.setattr(log, "_process", SimpleNamespace())
-    monkeypatch.setattr(log.logger, "warning", lambda message, *rest: found.append(message % rest))
+    monkeypatch.setattr(log.logger, "log", note)
     return found
 
 

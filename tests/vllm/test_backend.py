@@ -119,7 +119,7 @@ def test_checked_contents_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("decode context parallelism", {"parallel__decode_context_parallel_size": 2}, {}),
         ("dual batch overlap", {"parallel__use_ubatching": True}, {}),
         ("fast prefill", {"cache__kv_sharing_fast_prefill": True}, {}),
-        ("a hybrid", {"model__is_hybrid": True}, {}),
+        ("a head dim of 80", {}, {"head_size": 80}),
         *[("reference sliding windows", {"model__rswa_window": 4}, {})] * steps.HAS_RSWA,
         ("in both directions", {"model__is_mm_prefix_lm": True}, {}),
         ("more than 4096 requests", {"scheduler__max_num_seqs": 5000}, {}),
@@ -129,7 +129,7 @@ def test_checked_contents_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_reasons(reason: str, changes: dict[str, Any], attributes: dict[str, Any]) -> None:
     made = steps.config(**changes)
-    found = backend.why_stock(made, {"layer": Layer(**attributes)})
+    found = backend.why_stock(made, Layer(**attributes))
     assert found is not None and reason in found
 
 
@@ -166,7 +166,7 @@ def test_drafts_of_the_second_runner() -> None:
     for speculates in (False, True):
         for second in (False, True):
             made = steps.config(threshold=1 + speculates, use_v2_model_runner=second)
-            reason = backend.why_stock(made, {"layer": Layer()})
+            reason = backend.why_stock(made, Layer())
             assert (reason is None) == (not (keeps and speculates and second))
             assert reason is None or "VLLM_USE_V2_MODEL_RUNNER=0" in reason
 
@@ -307,33 +307,11 @@ def test_first_runner(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     group.metadata_builders = [builder]
     common = steps.metadata(DECODING, padded=8)
     prompts.note(np.zeros(0, dtype=np.int32))
-    lengths = np.array([one.prompt for one in DECODING] + [99, 99], dtype=np.int32)  # those behind are of earlier steps
-    computed = common.seq_lens - 1
-
-    def buffer(tensor: torch.Tensor) -> Any:
-        return SimpleNamespace(gpu=tensor, cpu=tensor)
-
-    table = SimpleNamespace(get_device_tensor=lambda count: common.block_table_tensor[:count])
-    runner = SimpleNamespace(
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=builder.kv_cache_spec)]),
-        optimistic_seq_lens_cpu=common.seq_lens, seq_lens=common.seq_lens, positions=common.positions,
-        query_start_loc=buffer(common.query_start_loc), device=torch.device("cpu"), attn_groups=[[group]],
-        input_batch=SimpleNamespace(
-            block_table=[table], num_computed_tokens_cpu_tensor=computed, num_prompt_tokens=lengths,
-            num_prompt_tokens_cpu_tensor=torch.from_numpy(lengths), req_ids=list("abcdef"),
-        ),
-        model_config=SimpleNamespace(rswa_window=None),
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, use_replayssm=False),
-        routed_experts_initialized=False, use_async_spec_decode=False, is_mm_prefix_lm=False, dcp_world_size=1,
-        speculative_config=None, max_model_len=1024, _get_encoder_seq_lens=lambda *_, **__: (None, None),
-    )  # fmt: skip
     kind = gpu_model_runner.GPUModelRunner
     monkeypatch.setattr(kind, "_build_attention_metadata", stock_of(kind._build_attention_metadata))
     prompts.install()
-    found, _ = kind._build_attention_metadata(
-        runner, num_tokens=6, num_reqs=6, max_query_len=1, num_tokens_padded=8, num_reqs_padded=8,
-        slot_mappings={0: common.slot_mapping},
-    )  # fmt: skip
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=builder.kv_cache_spec)])
+    found, _ = steps.first_runner(common, [common.block_table_tensor], [[group]], cache, DECODING)
     shared = getattr(found[steps.NAME], backend._SHARED)
     assert (shared.requests, shared.tokens, shared.behind) == (8, 8, 0) and not calls.rows
     assert shared.plan.step.boundaries[:6].tolist() == [one.prompt - 1 for one in DECODING]

@@ -225,8 +225,10 @@ def test_what_versions_differ_in() -> None:
     assert found.keeps_captures == keeps
     # Builders make plans where vLLM makes the cache, once it knows how many pages there are.
     source = inspect.getsource(gpu_worker.Worker.initialize_from_config)
-    order = ("num_gpu_blocks = ", "_maybe_get_memory_pool_context(", "model_runner.initialize_kv_cache(")
-    assert [*order] == sorted(order, key=source.index)
+    known, pool, made = map(
+        source.index, ("num_gpu_blocks = ", "_maybe_get_memory_pool_context(", "model_runner.initialize_kv_cache(")
+    )
+    assert known < made and (pool < made or versions.release() in ((0, 29), (0, 30), (0, 31)))  # keep it asleep
     assert "initialize_metadata_builders(" in inspect.getsource(gpu_model_runner.GPUModelRunner.initialize_kv_cache)
     assert " init_attn_backend(" in inspect.getsource(model_runner.GPUModelRunner.initialize_kv_cache)
     module, owner, method = found.wakes_by

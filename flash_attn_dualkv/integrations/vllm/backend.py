@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections import Counter
 from typing import Any, ClassVar
 
 import torch
 import vllm.envs as envs
 from torch import Tensor
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -24,12 +26,14 @@ from vllm.v1.attention.backends.flash_attn import (
 from ...checks import CUDA_DTYPES
 from ...decode.attention import shared_prefix_decode
 from ...decode.calls import MOST_REQUESTS
+from ...decode.library import DECODE_HEAD_DIMS
 from ...errors import SharedPromptUnsupportedError
 from ..common.patching import check_signature
 from . import prompts
+from .log import say_once
 from .settings import read_settings
 from .sharing import Geometry, Shared, Sharing, sizes_of
-from .versions import installed
+from .versions import NEWEST, installed, release
 
 _VERSION = installed()
 _SHARED = "dualkv_shared"  # of a step's metadata
@@ -66,6 +70,7 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         context = vllm_config.compilation_config.static_forward_context
         layers = {name: context[name] for name in layer_names}
+        say_layers(vllm_config)
         scheduler = vllm_config.scheduler_config
         # The head of a draft model may have other heads than the target, and the same block table.
         (sizes, count), *others = Counter(sizes_of(layer.impl) for layer in layers.values()).most_common()
@@ -76,7 +81,10 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         settings = read_settings(vllm_config.additional_config, envs.VLLM_BATCH_INVARIANT)
         self._sharing = Sharing(vllm_config, layers, geometry, settings, device)
         self._is_drafting = self._is_capturing = False
-        reason = why_stock(vllm_config, layers)
+        # Runners give a target's steps their positions, but the second one those of hybrids from
+        # 0.30 on; it marks its drafts in another way, and hybrids have no requests that are divided.
+        self._lacks_positions = vllm_config.model_config.is_hybrid and vllm_config.use_v2_model_runner
+        reason = next(filter(None, (why_stock(vllm_config, layer) for layer in layers.values())), None)
         try:  # in runners that are imported behind the backend
             prompts.install()
         except SharedPromptUnsupportedError as error:
@@ -87,9 +95,11 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         if others:
             reason = f"other sizes than {count} with their block table, of (heads, KV heads, head dim) {sizes}"
             self._sharing.say(f"{len(layers) - count} layers", reason)
-        pages = vllm_config.cache_config.num_gpu_blocks
-        if pages is not None:  # unknown while vLLM measures how many there may be
-            self._sharing.prepare(pages, kv_cache_spec.block_size)
+        cache = vllm_config.cache_config
+        if cache.num_gpu_blocks is not None:  # unknown while vLLM measures how many there may be
+            # Blocks of hybrids, which hold a layer's state, may be several of the kernels' pages.
+            parts = max(cache.block_size // kv_cache_spec.block_size, 1)
+            self._sharing.prepare(cache.num_gpu_blocks * parts, kv_cache_spec.block_size)
 
     def refuse(self, reason: str) -> None:
         """Leave all steps to vLLM's own attention from now on."""
@@ -114,7 +124,7 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _unplanned(self, common: Any) -> str | None:
         """Why a step has no plan."""
-        if self._is_drafting or common.positions is None:  # runners give a target's steps their positions
+        if self._is_drafting or (common.positions is None and not self._lacks_positions):
             return "a draft model, or requests that vLLM divides"
         if common.causal is not True:
             return "attention that is not causal"
@@ -142,15 +152,15 @@ def requests_behind(common: Any, shared: Shared) -> Any:
     """vLLM's CommonAttentionMetadata of the requests after those of the plan."""
     rows, first = common.num_reqs, shared.requests
     of_requests = ("seq_lens", "block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling")
+    of_tokens = ("slot_mapping", "positions")
     new: dict[str, Any] = {field.name: None for field in dataclasses.fields(common) if field.name.startswith("_")}
     new |= {name: value[first:rows] for name in of_requests if (value := getattr(common, name)) is not None}
+    new |= {name: value[shared.tokens :] for name in of_tokens if (value := getattr(common, name)) is not None}
     return common.replace(
         query_start_loc=common.query_start_loc[first : rows + 1] - shared.tokens,
         query_start_loc_cpu=common.query_start_loc_cpu[first : rows + 1] - shared.tokens,
-        slot_mapping=common.slot_mapping[shared.tokens :],
         num_reqs=shared.behind,
         num_actual_tokens=common.num_actual_tokens - shared.tokens,
-        positions=common.positions[shared.tokens :],
         **new,
     )
 
@@ -179,32 +189,46 @@ class SharedPrefixImpl(FlashAttentionImpl):
         return output
 
 
-def why_stock(vllm_config: Any, layers: dict[str, Any]) -> str | None:
-    """Why layers run on vLLM's own attention in all steps; None if they need not."""
+def why_stock(vllm_config: Any, layer: Any) -> str | None:
+    """Why a layer is vLLM's own in all steps; None if it need not be."""
+    impl = getattr(layer, "impl", None)
+    if not isinstance(impl, SharedPrefixImpl):
+        return type(impl or layer).__name__
+    dtype = layer.kv_cache_torch_dtype
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     found = [
         ("decode context parallelism", parallel.decode_context_parallel_size > 1),
         ("prefill context parallelism", parallel.prefill_context_parallel_size > 1),
         ("steps in two halves (dual batch overlap)", parallel.use_ubatching),
         ("fast prefill of layers that share keys", vllm_config.cache_config.kv_sharing_fast_prefill),
-        ("a hybrid of attention and other mixers", model.is_hybrid),
         ("reference sliding windows", _VERSION.has_rswa and model.rswa_window is not None),
         ("attention to images in both directions", model.is_mm_prefix_lm),
         (f"more than {MOST_REQUESTS} requests", vllm_config.scheduler_config.max_num_seqs > MOST_REQUESTS),
+        (f"attention of the type {impl.attn_type}", impl.attn_type != AttentionType.DECODER),
+        ("ALiBi", impl.alibi_slopes is not None),
+        (f"a head dim of {impl.head_size}", impl.head_size not in DECODE_HEAD_DIMS),
+        (f"a cache of {impl.kv_cache_dtype} ({dtype})", dtype not in CUDA_DTYPES),
     ]
     if _VERSION.keeps_captures and vllm_config.use_v2_model_runner:
         reason = "a draft model in vLLM's second model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the first one)"
         found.append((reason, vllm_config.speculative_config is not None))
-    for layer in layers.values():
-        impl, dtype = layer.impl, layer.kv_cache_torch_dtype
-        if not isinstance(impl, SharedPrefixImpl):
-            return f"layers with {type(impl).__name__}"
-        found += [
-            (f"attention of the type {impl.attn_type}", impl.attn_type != AttentionType.DECODER),
-            ("ALiBi", impl.alibi_slopes is not None),
-            (f"a cache of {impl.kv_cache_dtype} ({dtype})", dtype not in CUDA_DTYPES),
-        ]
     return next((reason for reason, holds in found if holds), None)
+
+
+def say_layers(vllm_config: Any) -> None:
+    """Log once in an engine which of its layers decode here, which do not and why, and what can be shared."""
+    layers, cache = vllm_config.compilation_config.static_forward_context.values(), vllm_config.cache_config
+    whose = Counter(why_stock(vllm_config, layer) for layer in layers if isinstance(layer, AttentionLayerBase))
+    total = sum(whose.values())
+    lines = [f"{whose.pop(None, 0)} of {total} layers decode over shared prefixes"]
+    lines += [f"{count} are vLLM's own: {reason}" for reason, count in whose.items()]
+    if cache.enable_prefix_caching:
+        lines.append(f"requests share blocks of {cache.block_size} tokens, of vLLM's prefix cache")
+    else:
+        lines.append("nothing is shared, as vLLM's prefix cache is off: enable_prefix_caching=True")
+    if release() > NEWEST:
+        lines.append(f"this vLLM is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that is known")
+    say_once("; ".join(lines), vllm_config, logging.INFO)
 
 
 def check_overrides() -> None:

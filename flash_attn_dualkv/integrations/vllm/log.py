@@ -13,8 +13,8 @@ _SAID = "_dualkv_said"  # of an engine's configuration
 _process = SimpleNamespace()  # stands for the engine where vLLM does not say which it makes
 
 
-def say_once(message: str, engine: Any = None) -> None:
-    """A warning, once in an engine, for which its configuration stands: a process may make several.
+def say_once(message: str, engine: Any = None, level: int = logging.WARNING) -> None:
+    """A message, once in an engine, for which its configuration stands: a process may make several.
 
     Without one, once in the engine that is being made.
     """
@@ -24,4 +24,4 @@ def say_once(message: str, engine: Any = None) -> None:
     said = vars(engine).setdefault(_SAID, set())
     if message not in said:
         said.add(message)
-        logger.warning("flash_attn_dualkv: %s", message)
+        logger.log(level, "flash_attn_dualkv: %s", message)
