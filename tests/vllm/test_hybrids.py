@@ -103,11 +103,11 @@ class Groups:
         self.names = ["gdn.0", "attention.0", "gdn.1", "attention.1"]
         self.specs = [f"spec {name}" for name in self.names]
         self.groups = [
-            [AttentionGroup(backend.SharedPrefixBackend, [name], spec, place)]  # type: ignore[arg-type]
+            [AttentionGroup(backend.SharedPrefixBackend, [name], spec, place)]
             for place, (name, spec) in enumerate(zip(self.names, self.specs))
         ]
         for (group,), builder in zip(self.groups, self.builders):
-            group.metadata_builders = [builder]  # type: ignore[list-item]
+            group.metadata_builders = [builder]
         self.config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in self.specs])
 
     def check(self, common: Any, found: dict[str, Any], tables: list[torch.Tensor]) -> None:
@@ -146,7 +146,7 @@ def test_second_runner(is_capture: bool, calls: Calls) -> None:
     found = MambaHybridModelState.prepare_attn(
         state, batch, CUDAGraphMode.FULL, tuple(tables), common.slot_mapping.expand(4, -1), groups.groups,
         groups.config, for_capture=is_capture,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     groups.check(common, found, tables)
     assert not calls.rows
 
