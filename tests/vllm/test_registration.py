@@ -275,7 +275,7 @@ def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
     statistics.count_stock("prompts alone")
     with caplog.at_level("INFO"):
         for _ in range(2):
-            statistics.count_shared(common.block_table_tensor, common.seq_lens, torch.from_numpy(cuts), 16, False)
+            statistics.count_shared(common.block_table_tensor, 6, common.seq_lens, torch.from_numpy(cuts), 16, False)
     assert "4 layers: a step of 6 requests reads" in caplog.text and "2 groups of 2.5 siblings" in caplog.text
     assert "steps: 2 of decoding, 0 mixed, vLLM's own 1 (prompts alone)" in caplog.text
 

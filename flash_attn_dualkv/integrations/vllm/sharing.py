@@ -26,7 +26,7 @@ from .settings import Settings
 from .statistics import Statistics
 from .versions import installed
 
-_NOWHERE, _UNKNOWN = np.iinfo(np.int32).max, -1  # where a request is cut that is not, or not known to be
+_NOWHERE = np.iinfo(np.int32).max  # where a request is cut that is not
 
 
 class Shared(NamedTuple):
@@ -90,7 +90,7 @@ class Sharing:
         self._is_captured = False
         self._wakes = prompts.wakes()
         self._cuts = torch.empty(0, dtype=torch.int32, device=device)  # where requests are cut, which all steps read
-        self._known = np.full(geometry.max_requests, _NOWHERE, dtype=np.int32)  # what it holds
+        self._known: tuple[int, bytes] | None = None  # how many it holds, and for which prompts' lengths
         self.lacking: str | None = None  # why the kernels cannot serve these layers
 
     def prepare(self, pages: int, page_size: int) -> None:
@@ -109,7 +109,8 @@ class Sharing:
                     num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
                     device=self.device, exact=self._walks,
                 )  # fmt: skip
-                self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
+                self._cuts = torch.full((geometry.max_requests,), _NOWHERE, dtype=torch.int32, device=self.device)
+            self._known = None
             text = "flash_attn_dualkv: the plan of %s takes %d MB beside vLLM's cache; a lower max_num_seqs takes less"
             logger.info(text, self._whose, self._plan.nbytes // 10**6)
         except NotImplementedError as error:
@@ -149,8 +150,8 @@ class Sharing:
         )  # fmt: skip
         behind, page_size = common.num_reqs - requests, plan.limits.page_size
         if is_real:
-            used = table[:, : -(-common.max_seq_len // page_size)]
-            self.statistics.count_shared(used, keys, cuts, page_size, is_mixed=behind > 0)
+            columns = -(-common.max_seq_len // page_size)
+            self.statistics.count_shared(table, columns, keys, cuts, page_size, is_mixed=behind > 0)
         return Shared(plan, requests, tokens, behind)
 
     def _decoded(self, common: Any) -> tuple[int, int]:
@@ -178,7 +179,7 @@ class Sharing:
             self._is_ready = True
         if self._wakes != prompts.wakes():
             self._wakes = prompts.wakes()
-            self._known.fill(_UNKNOWN)
+            self._known = None
             if self._plan is not None:
                 self._plan.reset()
         return self._plan
@@ -204,13 +205,13 @@ class Sharing:
 
     def _cut(self, requests: int) -> Tensor:
         """Places where training cuts each request, on the device. It is written when it changes."""
-        cuts = np.full(requests, _NOWHERE, dtype=np.int32)
         noted = prompts.newest()
-        if noted is not None:
-            known = noted.lengths[:requests]
-            cuts[: len(known)] = np.maximum(known - SHIFTS[self.settings.boundary], 0)
-        if not np.array_equal(cuts, self._known[:requests]):
-            self._known[:requests] = cuts
+        lengths = np.zeros(0, dtype=np.int32) if noted is None else noted.lengths[:requests]
+        known = requests, lengths.tobytes()
+        if known != self._known:  # bytes are compared in a tenth of the time that arrays of 256 take
+            self._known = known
+            cuts = np.full(requests, _NOWHERE, dtype=np.int32)
+            cuts[: len(lengths)] = np.maximum(lengths - SHIFTS[self.settings.boundary], 0)
             new = torch.from_numpy(cuts)
             # Pinned memory that is not used again: earlier steps may still copy from theirs.
             self._cuts[:requests].copy_(new.pin_memory() if self._cuts.is_cuda else new, non_blocking=True)

@@ -72,8 +72,10 @@ class Statistics:
         """A step that is vLLM's own."""
         self.stock[reason] += 1
 
-    def count_shared(self, table: Tensor, keys: Tensor, cuts: Tensor, page_size: int, is_mixed: bool) -> None:
-        """A step whose requests decode on a plan."""
+    def count_shared(
+        self, table: Tensor, columns: int, keys: Tensor, cuts: Tensor, page_size: int, is_mixed: bool
+    ) -> None:  # fmt: skip
+        """A step whose requests decode on a plan, with pages in so many columns of the table."""
         self.steps["mixed" if is_mixed else "decode"] += 1
         if not self.interval:
             return
@@ -81,8 +83,9 @@ class Statistics:
             self._report()
         elif time.monotonic() - self._last > self.interval:
             self._last = time.monotonic()
-            copies = [torch.empty(src.shape, dtype=src.dtype, pin_memory=src.is_cuda) for src in (table, keys, cuts)]
-            for copy, src in zip(copies, (table, keys, cuts)):
+            sources = table[:, :columns], keys, cuts
+            copies = [torch.empty(src.shape, dtype=src.dtype, pin_memory=src.is_cuda) for src in sources]
+            for copy, src in zip(copies, sources):
                 copy.copy_(src, non_blocking=True)
             event = None
             if table.is_cuda:
