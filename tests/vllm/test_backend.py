@@ -19,8 +19,6 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import flash_attn, utils
 from vllm.v1.worker import gpu_input_batch, gpu_model_runner
 from vllm.v1.worker.gpu import input_batch, model_runner, states
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import AttentionGroup
 from vllm_steps import DECODING, PREFILL, Calls, Layer, Request, run, speculator
 
@@ -222,35 +220,6 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- vLLM's own code around it --------------------------------------------------------------------
 
 
-def test_build_attn_metadata(calls: Calls) -> None:
-    """Metadata as vLLM's second model runner has it built, with padded requests, also for a capture."""
-    assert "positions=input_batch.positions" in inspect.getsource(DefaultModelState.prepare_attn)
-    layer = Layer()
-    builder = steps.builder(layer)
-    group = AttentionGroup(backend.SharedPrefixBackend, [steps.NAME], builder.kv_cache_spec, 0)
-    group.metadata_builders = [builder]
-    common = steps.metadata(DECODING, padded=8)
-    for capture in (True, False):
-        found = build_attn_metadata(
-            attn_groups=[[group]],
-            num_reqs=8,
-            num_tokens=8,
-            query_start_loc_gpu=common.query_start_loc,
-            query_start_loc_cpu=common.query_start_loc_cpu,
-            max_query_len=1,
-            seq_lens=common.seq_lens,
-            max_seq_len=1024,
-            block_tables=[common.block_table_tensor],
-            slot_mappings=common.slot_mapping[None],
-            kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
-            positions=common.positions,
-            for_cudagraph_capture=capture,
-        )
-        shared = getattr(found[steps.NAME], backend._SHARED)
-        assert (shared.requests, shared.tokens, shared.behind) == (8, 8, 0)
-        assert builder._sharing.statistics.steps == ({} if capture else {"decode": 1})
-
-
 def test_seams_of_the_runners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts' lengths are where the plug-in looks for them, in the order of a step's requests."""
     assert "self.num_prompt_tokens = " in inspect.getsource(gpu_input_batch.InputBatch.__init__)
@@ -297,21 +266,3 @@ def test_drafts_are_vllms_own(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> 
     run(layer, draft, DECODING)
     assert calls.rows == [6] and draft._sharing.lacking == "a draft model"
     assert draft._sharing.statistics.stock == {"a draft model": 3}
-
-
-def test_first_runner(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata as vLLM's first model runner builds it, with padded requests: the plug-in sees its prompts' lengths."""
-    layer = Layer()
-    builder = steps.builder(layer)
-    group = AttentionGroup(backend.SharedPrefixBackend, [steps.NAME], builder.kv_cache_spec, 0)
-    group.metadata_builders = [builder]
-    common = steps.metadata(DECODING, padded=8)
-    prompts.note(np.zeros(0, dtype=np.int32))
-    kind = gpu_model_runner.GPUModelRunner
-    monkeypatch.setattr(kind, "_build_attention_metadata", stock_of(kind._build_attention_metadata))
-    prompts.install()
-    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=builder.kv_cache_spec)])
-    found, _ = steps.first_runner(common, [common.block_table_tensor], [[group]], cache, DECODING)
-    shared = getattr(found[steps.NAME], backend._SHARED)
-    assert (shared.requests, shared.tokens, shared.behind) == (8, 8, 0) and not calls.rows
-    assert shared.plan.step.boundaries[:6].tolist() == [one.prompt - 1 for one in DECODING]

@@ -82,7 +82,8 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         self._sharing = Sharing(vllm_config, layers, geometry, settings, device)
         self._is_drafting = self._is_capturing = False
         # Runners give a target's steps their positions, but the second one those of hybrids from
-        # 0.30 on; it marks its drafts in another way, and hybrids have no requests that are divided.
+        # 0.30 on alone. Its drafts are known by their speculator, and no hybrid has requests that
+        # vLLM divides.
         self._lacks_positions = vllm_config.model_config.is_hybrid and vllm_config.use_v2_model_runner
         reason = next(filter(None, (why_stock(vllm_config, layer) for layer in layers.values())), None)
         try:  # in runners that are imported behind the backend

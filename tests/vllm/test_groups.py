@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hybrids on the code of the installed vLLM: pages, block tables, and the log's first line."""
+"""Groups of layers, as the installed vLLM's runners have them; hybrids and their pages; the log's first line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import vllm_steps as steps
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.utils import AttentionGroup
 from vllm_steps import DECODING, Calls, Layer, Request, run
@@ -96,10 +97,10 @@ class Groups:
     """A hybrid's groups of layers: two with states, two of attention with builders here, each with a block table."""
 
     def __init__(self, **changes: Any) -> None:
-        made = steps.config(**HYBRID, **changes)
+        made = steps.config(**changes)
         self.layers = {f"attention.{number}": Layer() for number in range(2)}
-        builders = [steps.builder(layer, made, {name: layer}) for name, layer in self.layers.items()]
-        self.builders = [State(), builders[0], State(), builders[1]]
+        self.ours = [steps.builder(layer, made, {name: layer}) for name, layer in self.layers.items()]
+        self.builders = [State(), self.ours[0], State(), self.ours[1]]
         self.names = ["gdn.0", "attention.0", "gdn.1", "attention.1"]
         self.specs = [f"spec {name}" for name in self.names]
         self.groups = [
@@ -110,16 +111,24 @@ class Groups:
             group.metadata_builders = [builder]
         self.config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in self.specs])
 
-    def check(self, common: Any, found: dict[str, Any], tables: list[torch.Tensor]) -> None:
-        """Each builder has got its group's table, and those here have planned all requests in it."""
+    def check(self, found: dict[str, Any], tables: list[torch.Tensor]) -> None:
+        """Each builder has got its group's table; those here have planned all requests in it, cut at their prompts."""
         for builder, table in zip(self.builders, tables):
             if isinstance(builder, State):
                 assert torch.equal(builder.tables.pop(), table) and not builder.tables
         for name in self.layers:
             table = tables[self.names.index(name)]
             shared = getattr(found[name], backend._SHARED)
-            assert torch.equal(shared.plan.step.block_table, table) and shared.requests == len(table)
+            assert torch.equal(shared.plan.step.block_table, table)
+            assert (shared.requests, shared.tokens, shared.behind) == (8, 8, 0)
             assert shared.plan.step.boundaries[: len(DECODING)].tolist() == [each.prompt - 1 for each in DECODING]
+
+
+class Absent(SimpleNamespace):
+    """Has None for what a version of vLLM looks for and these steps do not have."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def tables_of(common: Any) -> list[torch.Tensor]:
@@ -128,32 +137,32 @@ def tables_of(common: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_capture", [False, True])
-def test_second_runner(is_capture: bool, calls: Calls) -> None:
-    """Groups of a hybrid as vLLM's second runner builds them, which before 0.30 has no positions for them."""
-    groups, common = Groups(use_v2_model_runner=True), steps.metadata(DECODING, padded=8)
+@pytest.mark.parametrize("kind", [DefaultModelState, MambaHybridModelState])
+def test_second_runner(kind: Any, is_capture: bool) -> None:
+    """Metadata as vLLM's second runner has it built, with padded requests; before 0.30 without a hybrid's positions."""
+    groups = Groups(use_v2_model_runner=True, model__is_hybrid=kind is MambaHybridModelState)
+    common = steps.metadata(DECODING, padded=8)
     tables, queries = tables_of(common), common.query_start_loc_cpu.diff().numpy()
-    batch = SimpleNamespace(
+    batch = Absent(
         num_reqs=6, num_tokens=6, num_reqs_after_padding=8, num_tokens_after_padding=8, num_scheduled_tokens=queries,
         query_start_loc_np=common.query_start_loc_cpu.numpy(), query_start_loc=common.query_start_loc,
-        seq_lens=common.seq_lens, seq_lens_cpu_upper_bound=common.seq_lens, dcp_local_seq_lens=None,
-        is_prefilling_np=np.zeros(6, dtype=bool), idx_mapping=torch.arange(6), num_draft_tokens_per_req=None,
-        positions=common.positions, max_query_len=None, prefill_runs_as_decode_np=None, req_idx=None, prompt_lens=None,
+        seq_lens=common.seq_lens, seq_lens_cpu_upper_bound=common.seq_lens, idx_mapping=torch.arange(6),
+        is_prefilling_np=np.zeros(6, dtype=bool), positions=common.positions,
     )  # fmt: skip
-    state = SimpleNamespace(
-        max_model_len=1024, num_accepted_tokens_gpu=torch.ones(8, dtype=torch.int32), _align_mode=False,
-        recoverssm=None, vllm_config=SimpleNamespace(num_speculative_tokens=0),
-    )  # fmt: skip
-    found = MambaHybridModelState.prepare_attn(
+    config = SimpleNamespace(num_speculative_tokens=0)
+    accepted = torch.ones(8, dtype=torch.int32)
+    state = Absent(max_model_len=1024, num_accepted_tokens_gpu=accepted, vllm_config=config)
+    found = kind.prepare_attn(
         state, batch, CUDAGraphMode.FULL, tuple(tables), common.slot_mapping.expand(4, -1), groups.groups,
         groups.config, for_capture=is_capture,
     )  # fmt: skip
-    groups.check(common, found, tables)
-    assert not calls.rows
+    groups.check(found, tables)
+    assert all(builder._sharing.statistics.steps == ({} if is_capture else {"decode": 1}) for builder in groups.ours)
 
 
 def test_first_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as vLLM's first runner builds them."""
-    groups, common = Groups(use_v2_model_runner=False), steps.metadata(DECODING, padded=8)
+    """The same as vLLM's first runner builds it, which has told the lengths of the prompts."""
+    groups, common = Groups(use_v2_model_runner=False, **HYBRID), steps.metadata(DECODING, padded=8)
     tables = tables_of(common)
     tables[0][6:] = 0
     prompts.note(np.zeros(0, dtype=np.int32))
@@ -161,7 +170,7 @@ def test_first_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "_build_attention_metadata", stock_of(kind._build_attention_metadata))
     prompts.install()
     found, _ = steps.first_runner(common, tables, groups.groups, groups.config, DECODING)
-    groups.check(common, found, tables)
+    groups.check(found, tables)
 
 
 def test_first_line(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
