@@ -73,8 +73,8 @@ class Source(NamedTuple):
             return self.text(node.left, scope, line) + self.text(node.right, scope, line)
         if isinstance(node, ast.Tuple) and all(isinstance(item, ast.Constant) for item in node.elts):
             return " or ".join(self.text(item, scope, line) for item in node.elts)
-        if isinstance(node, ast.Call) and _name(node.func) == "explain" and len(node.args) > 1:
-            return ": expected ".join(self.text(part, scope, line) for part in node.args[:2])
+        if isinstance(node, ast.Call) and _name(node.func) == "explain":
+            return self.message(node, scope)
         if isinstance(node, ast.Name):
             value = scope.value(node.id, line)
             if value is not None:
@@ -82,6 +82,11 @@ class Source(NamedTuple):
             value = next((given.value for given in self.scopes[-1].given if given.name == node.id), None)
             return f"{{{node.id}}}" if value is None else self.text(value, self.scopes[-1])
         return f"{{{node.attr}}}" if isinstance(node, ast.Attribute) else UNKNOWN
+
+    def message(self, call: ast.Call, scope: Scope) -> str:
+        """The text of an error or of `explain`: one, or a name, what was expected and what was got."""
+        parts = call.args[:2] if len(call.args) == 3 else call.args[:1]
+        return ": expected ".join(self.text(part, scope) for part in parts)
 
 
 def _name(node: ast.expr) -> str:
@@ -179,7 +184,7 @@ def _refused(source: Source, scope: Scope, node: ast.AST, is_gate: bool) -> str:
     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
         kind = _name(node.exc.func)
         is_of_model = is_gate and kind.endswith("Error") and kind not in NOT_OF_MODELS
-        return source.text(node.exc.args[0], scope) if kind in UNSUPPORTED or is_of_model else ""
+        return source.message(node.exc, scope) if kind in UNSUPPORTED or is_of_model else ""
     # A gate's generator of settings, and what they must be.
     if is_gate and isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
         return ": expected ".join(source.text(part, scope) for part in node.value.elts)
