@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_context.py --shape qwen3-1.7b-4-groups-of-4x2Kx512 \
         --modes one context ulysses crossed stock stock_pairs
     torchrun --nproc-per-node 1 benchmarks/trainers/bench_context.py --shape qwen3-1.7b-16x32Kx4K \
-        --modes budget once --max-tokens 49152 --steps 2
+        --modes budget once --steps 2
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_context.py --device cpu          # a tiny model, a trial run
 
 bf16, random weights, activation checkpointing, the LM head in chunks over the leaves' tokens. A step is
@@ -47,6 +47,7 @@ from shapes import ALL_MODELS, Shape, parse
 FOLDER = RESULTS / "trainers" / "context"
 DIVIDED = ("context", "ulysses", "crossed")
 BUDGETED = ("budget", "once")
+BUDGET = 49408  # 48K, and rows of a prompt's in front of responses: four of 4K beside 32K
 STOCK = {"stock": 1, "stock_pairs": 2}  # sequences of a micro-batch
 MODES = ("one", *DIVIDED, *STOCK, *BUDGETED)
 Step = Callable[[], Tensor]
@@ -208,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, help="of the tree (default: 128K; 600 on the CPU)")
     parser.add_argument("--shape", type=parse, help="instead of a tree of so many tokens, as in bench_model.py")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES[:3])
-    parser.add_argument("--max-tokens", type=int, default=49152, help="of budget and once (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=BUDGET, help="of budget and once (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="that are timed, behind one that is not")
     options = parser.parse_args(arguments)
     is_cuda = options.device == "cuda"

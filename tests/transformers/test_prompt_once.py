@@ -351,7 +351,7 @@ def test_loops_that_forget() -> None:
         trunk.inner(0)
 
 
-def test_what_is_refused(cuts: Callable[..., None]) -> None:
+def test_what_is_refused(cuts: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("qwen3").train()
     batch, cut = turns()
     cuts(cut)
@@ -369,13 +369,17 @@ def test_what_is_refused(cuts: Callable[..., None]) -> None:
         backward(model, batch, losses(batch), max_tokens=1)
     with pytest.raises(SharedPromptError, match="cut: expected one of the batch's"):
         dualkv.Pieces(model, batch, Cut((3, 2), (-1, 0), (Piece((0,), (Piece((1,)),)),)))
+    monkeypatch.undo()  # the plan is asked
     model.model.layers[0].self_attn.q_proj.weight.ds_id = 0
     with pytest.raises(NotImplementedError, match="no DeepSpeed engine"):
-        backward(model, batch, losses(batch), max_tokens=1)
+        backward(model, batch, losses(batch), max_tokens=30)
+    images = {"pixel_values": [torch.ones(2, 4)] * len(GROUP)}
+    with pytest.raises(NotImplementedError, match="batch: expected text, to be cut, got pixel_values"):
+        backward(tiny_model("qwen3"), GROUP.pack(images=images), losses(batch), max_tokens=30)
     hybrid = any_model("qwen3_5_text").train()
     with pytest.raises(NotImplementedError, match="carries states"):
-        backward(hybrid, batch, losses(batch), max_tokens=1)
+        backward(hybrid, batch, losses(batch), max_tokens=30)
     rope = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
     dynamic = tiny_model("llama", max_position_embeddings=32, rope_parameters=rope)
     with pytest.raises(NotImplementedError, match="as angles of RoPE follow the longest one"):
-        backward(dynamic, batch, losses(batch), max_tokens=1)
+        backward(dynamic, batch, losses(batch), max_tokens=30)

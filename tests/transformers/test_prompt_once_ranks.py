@@ -76,8 +76,8 @@ def _run_rank(rank: int, setup: Setup, results: Any) -> None:
         wrapped = wrap(model, case, torch.device("cpu"))
         if case == "ddp":
             results[rank, "graph"] = refused(rank, wrapped, max_tokens=100, keep="graph")
-        if case == "fsdp2":  # one rank alone has no plan
-            results[rank, "no plan"] = refused(rank, wrapped, max_tokens=[3, 100][rank])
+        if case in ("ddp", "fsdp2"):  # one rank alone has no plan
+            results[rank, f"{case}: no plan"] = refused(rank, wrapped, max_tokens=[3, 100][rank])
         use_cut(rank, case)
         for _ in range(2):  # what a pass leaves behind would be in the second
             wrapped.zero_grad()
@@ -111,5 +111,6 @@ def test_what_ranks_are_refused() -> None:
     found = results()
     for rank in range(2):
         assert found[rank, "graph"].startswith('keep: expected "kv" inside of DDP and FSDP 1')
-    assert found[0, "no plan"].startswith("max_tokens: expected more")
-    assert found[1, "no plan"].endswith("got an error on another rank")
+    for case in ("ddp", "fsdp2"):
+        assert found[0, f"{case}: no plan"].startswith("max_tokens: expected more")
+        assert found[1, f"{case}: no plan"].endswith("got an error on another rank")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -74,8 +74,9 @@ def shared_prompt_backward(
         backward: of a scalar: `accelerator.backward`, or `lambda loss: scaler.scale(loss).backward()`.
         no_sync: context of all backwards but the last one. None: `model.no_sync` of DDP and FSDP 1; FSDP 2 reduces in
             each backward.
-        group: with FSDP, the ranks that must run equally many passes, all of which call; None: all ranks. They agree by
-            three reductions of a few numbers, and ranks with fewer passes run one row in the others.
+        group: with DDP and FSDP, the ranks that have the model, all of which call; None: all ranks. They agree that each
+            has a plan, and with FSDP, by two reductions more of a few numbers, on their passes: ranks with fewer run
+            one row in the others.
         self_check: of `shared_prompt_forward`; the keys of a trunk's second pass are compared with the first's, too.
 
     Returns:
@@ -98,11 +99,11 @@ def shared_prompt_backward(
         raise SharedPromptError("grad mode", "on, for a backward", "off")
     causal_lm_of(model)  # or there is none
     wrapper = Wrapper.of(model, no_sync)
-    ranks = (dist.group.WORLD if group is None else group) if wrapper.is_sharded and dist.is_initialized() else None
+    ranks = (dist.group.WORLD if group is None else group) if wrapper.is_distributed else None
     plan = _agreed_plan(model, batch, max_tokens, keep, wrapper, ranks)
     options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, self_check=self_check)
     run = _Backward(model, batch, plan, loss_of, backward, wrapper, options)
-    run.all(_common_string(plan.letters, ranks))
+    run.all(_common_string(plan.letters, ranks if wrapper.is_sharded else None))
     return run.scores()
 
 
@@ -128,26 +129,25 @@ class Plan:
 
 
 def plan_backward(
-    model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Literal["auto", "kv", "graph"], can_keep_graph: bool
+    model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Literal["auto", "kv", "graph"], wrapper: Wrapper
 ) -> Plan:
     """How a batch is cut for a model; arguments of `shared_prompt_backward`."""
+    if keep == "graph" and not wrapper.keeps_graphs:
+        raise SharedPromptUnsupportedError("keep", '"kv" inside of DDP and FSDP 1', repr(keep))
+    tree, budget = batch.tree, checks.integer("max_tokens", max_tokens, 1)
+    if sum(tree.node_lens) <= budget:
+        return Plan(plan_parts(tree, budget), "kv")
+    if wrapper.kind == "DeepSpeed":
+        raise SharedPromptUnsupportedError("model", "no DeepSpeed engine, to be cut", "one")
+    check_can_be_cut(model, batch)
     kept = kept_cost(causal_lm_of(model))
-    plans = {}
-    if keep != "graph":
-        plans["kv"] = Plan(plan_parts(batch.tree, max_tokens, kept=kept), "kv")
-        if plans["kv"].cut.is_whole or keep == "kv" or not can_keep_graph:
-            return plans["kv"]
-    elif not can_keep_graph:
-        expected = '"kv" inside of DDP and FSDP 1'
-        raise SharedPromptUnsupportedError("keep", expected, repr(keep))
-    try:
-        plan = Plan(plan_parts(batch.tree, max_tokens, kept=kept, held=True), "graph")
-    except SharedPromptError:
-        if keep == "graph":
-            raise
-        return plans["kv"]
-    if keep == "auto" and len(plan.letters) > len(plans["kv"].letters):
-        return plans["kv"]
+    if keep == "graph":
+        return Plan(plan_parts(tree, budget, kept=kept, held=True), "graph")
+    plan = Plan(plan_parts(tree, budget, kept=kept), "kv")
+    if keep == "auto" and wrapper.keeps_graphs:
+        with suppress(SharedPromptError):
+            graph = Plan(plan_parts(tree, budget, kept=kept, held=True), "graph")
+            return graph if len(graph.letters) <= len(plan.letters) else plan
     return plan
 
 
@@ -184,11 +184,7 @@ def _agreed_plan(
     plan: Plan | None = None
     error: SharedPromptError | None = None
     try:
-        plan = plan_backward(model, batch, max_tokens, keep, wrapper.keeps_graphs)
-        if not plan.cut.is_whole:
-            if wrapper.kind == "DeepSpeed":
-                raise SharedPromptUnsupportedError("model", "no DeepSpeed engine, to be cut", "one")
-            check_can_be_cut(model, batch, plan.cut)
+        plan = plan_backward(model, batch, max_tokens, keep, wrapper)
     except SharedPromptError as own:
         error = own
     needs_keys = plan is not None and plan.keep == "kv" and not plan.cut.is_whole
@@ -198,7 +194,7 @@ def _agreed_plan(
     if failed or plan is None:
         raise SharedPromptError("batch", "one that every rank can run", "an error on another rank")
     if plan.keep == "graph" and needs_keys:
-        return plan_backward(model, batch, max_tokens, "kv", can_keep_graph=False)
+        return plan_backward(model, batch, max_tokens, "kv", wrapper)
     return plan
 
 
@@ -244,6 +240,11 @@ class Wrapper:
     no_sync: Callable[[], AbstractContextManager[Any]]
     is_sharded: bool = False
     keeps_graphs: bool = False
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if a rank waits for others in a backward."""
+        return self.kind in ("DDP", "FSDP 1", "FSDP 2")
 
     @staticmethod
     def of(model: Any, no_sync: Callable[[], AbstractContextManager[Any]] | None) -> Wrapper:

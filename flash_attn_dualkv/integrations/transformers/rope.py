@@ -9,14 +9,14 @@ from ...checks import explain
 from .admission.unwrap import text_config
 
 
-def rope_of_ranks(config: Any, longest: int) -> str | None:
-    """Why a row cannot be divided among ranks: RoPE whose angles follow the longest sequence.
+def rope_of_ranks(config: Any, longest: int, among: str = "on several ranks") -> str | None:
+    """Why a row cannot be divided among ranks, or passes: RoPE whose angles follow the longest sequence.
 
-    Each rank would see that of its own part.
+    Each would see that of its own part.
     """
     for kind, most in _varying_ropes(config):
         if longest > most:
-            expected = f"sequences of at most {most} tokens on several ranks, as angles of RoPE follow the longest one"
+            expected = f"sequences of at most {most} tokens {among}, as angles of RoPE follow the longest one"
             return explain("shared_prompt_layout", expected, f"{longest} ({kind})")
     return None
 

@@ -84,7 +84,10 @@ class Pieces:
     ) -> None:  # fmt: skip
         checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
         if not cut.is_whole:
-            check_can_be_cut(model, batch, cut)
+            check_can_be_cut(model, batch)
+        rows = batch.layout.num_tokens - batch.layout.pad
+        if sum(cut.node_lens) != rows:
+            raise SharedPromptLayoutError("cut", f"one of the batch's {rows} rows", sum(cut.node_lens))
         self.model, self.batch, self.cut, self.keep = model, batch, cut, keep
         self.with_entropy, self.self_check = checks.flag("with_entropy", with_entropy), self_check
         self.options: dict[str, Any] = dict(
@@ -349,7 +352,7 @@ class Trunk:
             raise SharedPromptError("Trunk", f"one that is {state}", self._state)
 
 
-def check_can_be_cut(model: nn.Module, batch: PackedBatch, cut: Cut) -> None:
+def check_can_be_cut(model: nn.Module, batch: PackedBatch) -> None:
     """SharedPromptError for a batch or a model whose row has to run in one pass."""
     if type(batch.layout) is not SharedPromptLayout:
         raise SharedPromptLayoutError("batch", "one with its own layout", type(batch.layout).__name__)
@@ -357,15 +360,11 @@ def check_can_be_cut(model: nn.Module, batch: PackedBatch, cut: Cut) -> None:
     if family_of(text_config(config)) is not None:
         expected = "attention layers alone, to be cut"
         raise SharedPromptUnsupportedError("model", expected, f"{config.model_type}, which carries states")
-    rows = sum(cut.node_lens)
-    if rows != batch.layout.num_tokens - batch.layout.pad:
-        expected = f"one of the batch's {batch.layout.num_tokens - batch.layout.pad} rows"
-        raise SharedPromptLayoutError("cut", expected, rows)
     if batch.images or "position_ids" in batch.row_values:
         expected = "text, to be cut"
         got = ", ".join(batch.images) or "position_ids of several dimensions"
         raise SharedPromptUnsupportedError("batch", expected, got)
-    if (lacking := rope_of_ranks(config, batch.layout.max_sequence)) is not None:
+    if (lacking := rope_of_ranks(config, batch.layout.max_sequence, "in several passes")) is not None:
         raise SharedPromptUnsupportedError(lacking)
 
 
