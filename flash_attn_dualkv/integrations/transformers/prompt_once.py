@@ -74,9 +74,9 @@ def shared_prompt_backward(
         backward: of a scalar: `accelerator.backward`, or `lambda loss: scaler.scale(loss).backward()`.
         no_sync: context of all backwards but the last one. None: `model.no_sync` of DDP and FSDP 1; FSDP 2 reduces in
             each backward.
-        group: with DDP and FSDP, the ranks that have the model, all of which call; None: all ranks. They agree that each
-            has a plan, and with FSDP, by two reductions more of a few numbers, on their passes: ranks with fewer run
-            one row in the others.
+        group: with DDP and FSDP, the ranks that have the model, all of which call; None: all ranks. They agree that
+            each has a plan, and with FSDP, by two reductions more of a few numbers, on their passes: ranks with fewer
+            run one row in the others.
         self_check: of `shared_prompt_forward`; the keys of a trunk's second pass are compared with the first's, too.
 
     Returns:
