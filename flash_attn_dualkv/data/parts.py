@@ -196,7 +196,8 @@ class _Planner:
         while True:
             room = int(self.budget - self.per_row * (kept + rows))
             heavy = [rest for rest in below if self._size(rest) > room]
-            limit = most if len(heavy) == 1 else self.branches * most
+            is_path = len(heavy) == 1 and (self.branches > 0 or len(below) == 1)
+            limit = most if is_path else self.branches * most
             chosen = next((rest for rest in heavy if rows + self.lens[rest.node] <= limit), None)
             if chosen is None:
                 return own, below

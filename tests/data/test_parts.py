@@ -69,10 +69,10 @@ def check(cut: Cut, tree: PrefixTree, budget: int, kept: float, held: bool) -> N
             rows = cut.rows_of(piece)
             assert rows
             if piece.parts:
-                assert used + (1 + kept) * rows <= budget
+                assert used + (1 + kept) * rows <= budget + 1e-9
                 most = max(most, rows + visit(piece.parts, above | own))
             else:
-                assert used + rows <= budget
+                assert used + rows <= budget + 1e-9
         parts = [cut.rows_of(piece) for piece in pieces if not piece.parts]
         pairs = [one + other for at, one in enumerate(parts) for other in parts[:at]]
         # No two of them could be one; below nodes without rows nothing is tried again.
@@ -146,6 +146,12 @@ def test_small_turns_share_a_trunk() -> None:
         last = len(lens) - 1
     cut = plan_parts(tree_of(lens, parents), 120, kept=1.0, tile=1)
     assert len(trunks_of(cut)) == 1 and cut.rows_of(trunks_of(cut)[0]) <= 34
+
+
+def test_branches_leave_a_trunk_that_leaves_no_room() -> None:
+    """The small turn would be in the prompt's trunk, but its keys beside another branch leave no room for that."""
+    cut = plan_parts(tree_of([2, 10, 60, 60, 90], [-1, 0, 1, 1, 0]), 100, kept=1.0, tile=1)
+    assert cut.pieces == (Piece((0,), (Piece((4,)), Piece((1,), (Piece((2,)), Piece((3,)))))),)
 
 
 def test_arguments() -> None:
