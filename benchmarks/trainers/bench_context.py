@@ -234,10 +234,10 @@ def main(arguments: list[str] | None = None) -> int:
         base = "stock" if mode in STOCK else next((name for name in ("one", "budget") if name in bases), "")
         if base in bases:
             compared(row, found, bases[base], device)
-        if (name := first.get("mode")) in ("one", "budget"):
-            row[f"rate_of_{name}"] = first["step_ms"] / row["step_ms"]
+        if first.get("mode") in ("one", "budget"):
+            row["rate_of_one"] = first["step_ms"] / row["step_ms"]
             if is_cuda:
-                row[f"memory_of_{name}"] = row["above_bytes"] / first["above_bytes"]
+                row["memory_of_one"] = row["above_bytes"] / first["above_bytes"]
         bases.setdefault(mode, found)
         first = first or row
         if dist.get_rank() == 0:

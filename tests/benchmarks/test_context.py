@@ -61,5 +61,5 @@ def test_a_prompt_once_and_in_each_micro_batch(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     budget, once = json.loads(path.read_text())["rows"]
     assert budget["rows_per_rank"] > once["rows_per_rank"] == once["tokens"]
-    assert once["rate_of_budget"] == pytest.approx(budget["step_ms"] / once["step_ms"])
+    assert once["rate_of_one"] == pytest.approx(budget["step_ms"] / once["step_ms"])
     assert max(once["logps_difference"], once["gradient_difference"], once["norm_difference"]) < 1e-5
