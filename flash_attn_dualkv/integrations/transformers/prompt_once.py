@@ -99,7 +99,7 @@ def shared_prompt_backward(
         raise SharedPromptError("grad mode", "on, for a backward", "off")
     causal_lm_of(model)  # or there is none
     wrapper = Wrapper.of(model, no_sync)
-    ranks = (dist.group.WORLD if group is None else group) if wrapper.is_distributed else None
+    ranks = (dist.group.WORLD if group is None else group) if wrapper.is_sharded or wrapper.kind == "DDP" else None
     plan = _agreed_plan(model, batch, max_tokens, keep, wrapper, ranks)
     options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, self_check=self_check)
     run = _Backward(model, batch, plan, loss_of, backward, wrapper, options)
@@ -241,11 +241,6 @@ class Wrapper:
     is_sharded: bool = False
     keeps_graphs: bool = False
 
-    @property
-    def is_distributed(self) -> bool:
-        """True if a rank waits for others in a backward."""
-        return self.kind in ("DDP", "FSDP 1", "FSDP 2")
-
     @staticmethod
     def of(model: Any, no_sync: Callable[[], AbstractContextManager[Any]] | None) -> Wrapper:
         """That of a model; `no_sync`: what to take instead of its own."""
@@ -332,7 +327,8 @@ class _Backward:
                 yield
 
     def _loss(self, part: PartScores) -> Tensor:
-        self._found.append(replace(part, logps=part.logps.detach(), entropy=_detached(part.entropy), own=()))
+        entropy = None if part.entropy is None else part.entropy.detach()
+        self._found.append(replace(part, logps=part.logps.detach(), entropy=entropy, own=()))
         return checked_loss(self._loss_of(part))
 
     def _give(self, part: PartScores) -> None:
@@ -369,10 +365,6 @@ class _Backward:
         logps = placed([part.logps for part in found])
         own = torch.arange(len(logps), device=logps.device)
         return PartScores(tuple(range(len(lens))), own, lens, logps, placed(entropies) if entropies else None)
-
-
-def _detached(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.detach()
 
 
 def _note(error: Exception, text: str) -> None:
