@@ -269,7 +269,7 @@ class _Backward:
     ) -> None:  # fmt: skip
         self.model, self.batch, self.plan, self.wrapper, self.options = model, batch, plan, wrapper, options
         self._loss_of, self._run_backward = loss_of, backward
-        self._name = ""  # of the pass that runs
+        self._name = "the only pass"  # that runs
         self._found: list[PartScores] = []
         self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
