@@ -321,6 +321,24 @@ def test_layers_that_share_keys_keep_them_once() -> None:
     assert [*pieces.keys._layers] == ["sliding_attention", "full_attention"]  # of 4 layers
 
 
+@torch.no_grad()
+def test_scores_alone() -> None:
+    """Of a model that has the layout's hook, without gradients: no backward, and nothing to finish."""
+    model = tiny_model("qwen3").train()
+    dualkv.install_layout_hook(model)
+    batch, cut = turns()
+    expected, _ = dualkv.shared_prompt_forward(model, batch)
+    found = torch.zeros_like(expected)
+    with dualkv.Pieces(model, batch, cut).outermost.inner(0) as trunk:
+        trunk.keep()
+        with trunk.inner(1) as inner:
+            inner.keep()
+            for one, index in ((trunk, 0), (inner, 0), (inner, 1)):
+                with one.part(index) as part:
+                    found[part.tokens] = part.logps
+    check_equal(found, expected, 1e-12)
+
+
 def test_loops_that_forget() -> None:
     """What a trunk notices."""
     model = tiny_model("qwen3").train()

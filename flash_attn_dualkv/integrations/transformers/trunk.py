@@ -209,7 +209,7 @@ class Trunk:
             trunk.finish().backward()
 
     All passes have to be under one autocast, and all backwards but the last one without synchronisation where gradients
-    of ranks are reduced. Parts that are trunks again are in `inner`.
+    of ranks are reduced. Parts that are trunks again are in `inner`. Without gradients there is nothing to finish.
     """
 
     def __init__(self, pieces: Pieces, piece: Piece, above: Trunk | None = None, index: int = 0) -> None:
@@ -240,7 +240,7 @@ class Trunk:
         if kind is not None:
             self._drop()
             return
-        was_kept = self._state == "kept" and bool(self.piece.nodes)
+        was_kept = self._state == "kept" and bool(self.piece.nodes) and torch.is_grad_enabled()
         self.close()
         if was_kept:
             expected = "finish() and its backward before the trunk is left, or the gradients of its own rows lack"
