@@ -46,13 +46,9 @@ class KeptKeys:
 
     Neither a dataclass, a dict, a list nor a tensor: FSDP rebuilds these among the arguments of modules and casts them,
     and what is added to a copy is lost.
-
-    Args:
-        rows: the most that are kept at a time.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self) -> None:
         # A leaf of its own makes autograd call `_Borrow`, whatever of a model is frozen: an own key that
         # needs no gradient, under LoRA of q and v, would lose that of a kept value.
         self.anchor = torch.zeros((), requires_grad=True)
@@ -68,7 +64,7 @@ class KeptKeys:
         kept, runs_again = self._layers.get(layer.owner), is_in_backward()
         if layer.is_owner and piece.stage in ("keep", "graph") and not runs_again:
             if kept is None:
-                kept = self._layers[layer.owner] = _Kept(self.rows, k, v)
+                kept = self._layers[layer.owner] = _Kept(k, v)
             kept.keep(layer, piece.number, begin, end, k, v)
         if kept is None and (begin or piece.stage != "part"):
             expected = "a trunk whose pass has kept the keys of all layers"
@@ -92,6 +88,11 @@ class KeptKeys:
         integers = _INTEGERS[own.itemsize]  # a NaN is equal to itself
         differs = (own.detach().view(integers) != kept.view(integers)).any()
         self.differs = differs if self.differs is None else self.differs.to(differs.device) | differs
+
+    def let_go(self, rows: int) -> None:
+        """Keep the first rows alone: those of trunks below have been given back."""
+        for kept in self._layers.values():
+            kept.resize(rows)
 
     def check_same(self) -> None:
         """SharedPromptError if keys of a second pass had other bits than those that were kept; waits for a GPU."""
@@ -118,10 +119,10 @@ class KeptKeys:
 
 
 class _Kept:
-    """Of one layer; the sums of gradients are in float32 or more."""
+    """Of one layer, with as many rows as are kept; the sums of gradients are in float32 or more."""
 
-    def __init__(self, rows: int, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = (tensor.new_empty((rows, *tensor.shape[1:])) for tensor in (k, v))
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.k, self.v = (tensor.new_empty((0, *tensor.shape[1:])) for tensor in (k, v))
         self.sums: tuple[Tensor, Tensor] | None = None
         self.last_pass = -1
 
@@ -131,12 +132,19 @@ class _Kept:
             raise SharedPromptError("model", expected, f"{layer.name} twice")
         self.last_pass = number
         self.check(k, v)
+        self.resize(end)
         # Below autograd: the graph of a trunk above may have saved other rows of the same buffer.
         self.k.data[begin:end].copy_(k.detach())
         self.v.data[begin:end].copy_(v.detach())
         if self.sums is not None:  # here and not in attention of parts, which runs again in a backward
             for total in self.sums:
                 total[begin:end].zero_()
+
+    def resize(self, rows: int) -> None:
+        if rows != len(self.k):
+            self.k, self.v = (_resized(tensor, rows) for tensor in (self.k, self.v))
+            if self.sums is not None:
+                self.sums = tuple(_resized(total, rows) for total in self.sums)  # type: ignore[assignment]
 
     def check(self, k: Tensor, v: Tensor) -> None:
         if (k.dtype, v.dtype) != (self.k.dtype, self.v.dtype):
@@ -152,6 +160,13 @@ class _Kept:
         assert self.sums is not None
         for total, gradient in zip(self.sums, gradients):
             total[:rows].add_(gradient)
+
+
+def _resized(tensor: Tensor, rows: int) -> Tensor:
+    """The first rows of a tensor in memory of their own."""
+    new, both = tensor.new_empty((rows, *tensor.shape[1:])), min(rows, len(tensor))
+    new[:both].copy_(tensor.detach()[:both])
+    return new
 
 
 class _Borrow(torch.autograd.Function):

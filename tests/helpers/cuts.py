@@ -54,7 +54,7 @@ def attend_in_pieces(
 ) -> tuple[Tensor, list[Tensor], KeptKeys]:
     """Attention of all rows of a cut, from equal q, k and v (T, ...): out, their gradients in float64, and the keys."""
     lens, parents = cut.node_lens, cut.node_parents
-    keys, numbers = KeptKeys(cut.most_kept()), count()
+    keys, numbers = KeptKeys(), count()
     out = torch.empty_like(dout)
     totals = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in tensors]
 

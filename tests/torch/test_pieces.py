@@ -83,7 +83,7 @@ def test_an_own_root_beside_kept_rows() -> None:
 
 
 def test_what_is_refused() -> None:
-    keys = KeptKeys(4)
+    keys = KeptKeys()
     q = torch.zeros(3, 2, 8)
     options: dict[str, Any] = dict(layer=LAYER, softmax_scale=None, sliding_window=None, softcap=None)
     with pytest.raises(SharedPromptLayoutError, match="packed_row"):

@@ -295,10 +295,12 @@ def test_loops_of_ones_own() -> None:
     loss_of = losses(batch)
     _, expected = expected_of(model, batch)
 
-    def outer() -> Any:
-        return dualkv.Pieces(model, batch, cut).outermost.inner(0)
+    pieces = dualkv.Pieces(model, batch, cut)
 
-    with outer() as trunk:
+    def kept_rows() -> set[int]:
+        return {len(kept.v) for kept in pieces.keys._layers.values()}
+
+    with pieces.outermost.inner(0) as trunk:
         trunk.keep()
         with trunk.part(0) as part:
             loss_of(part).backward()
@@ -307,8 +309,11 @@ def test_loops_of_ones_own() -> None:
             for index in range(inner.num_parts):
                 with inner.part(index) as part:
                     loss_of(part).backward()
+            assert kept_rows() == {inner.rows}
             inner.finish(loss_of).backward()
+        assert inner.rows > trunk.rows
         trunk.finish().backward()
+        assert kept_rows() == {trunk.rows}
     check_gradients(gradients(model), expected, 1e-9)
 
 

@@ -95,7 +95,7 @@ class Pieces:
             with_entropy=with_entropy,
             first_use=dict(self_check=self_check, share_lora_dropout=False),
         )
-        self.keys = KeptKeys(cut.most_kept())
+        self.keys = KeptKeys()
         self.passes = 0
         self._begins = [*accumulate(cut.node_lens, initial=0)]
         distinct = batch.distinct
@@ -306,6 +306,7 @@ class Trunk:
             raise SharedPromptError("loss_of", expected, None)
         scores = self._graph
         if not scores:
+            pieces.keys.let_go(self.rows)  # the activations of this pass take the place of keys of trunks below
             self._last_pass, scores = self._run("inject")
         loss = None
         if sequences and loss_of is not None:
@@ -331,7 +332,7 @@ class Trunk:
         self.leaves = self._own_leaves = self._graph = ()
         self._state = "finished"
         if not self._kept_rows:
-            self._pieces.keys = KeptKeys(self._pieces.keys.rows)
+            self._pieces.keys = KeptKeys()
 
     @property
     def _leaves_above(self) -> Scores:
