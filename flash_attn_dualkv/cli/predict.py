@@ -132,15 +132,16 @@ class ModelShape:
             statistics += self.heads + self.kv_heads
         return element_bytes * elements + 4 * statistics
 
-    def kept_cost(self, *, is_checkpointed: bool, element_bytes: int = 2, kv_layers: int | None = None) -> float:
+    def kept_cost(self, *, is_checkpointed: bool, element_bytes: int = 2, kept_columns: int | None = None) -> float:
         """How many rows of a micro-batch take as much memory as kept keys, values and fp32 sums of gradients of a row.
 
-        `kv_layers`: layers that own keys; None: all.
+        `kept_columns`: of keys and values of all layers together; None: as the layers are.
         """
-        heads = 2 * self.kv_heads * self.head_dim * (self.layers if kv_layers is None else kv_layers)
+        if kept_columns is None:
+            kept_columns = 2 * self.kv_heads * self.head_dim * self.layers
         layer = self.saved_bytes_per_token(element_bytes)
         others = self.layers * self.hidden * element_bytes if is_checkpointed else (self.layers - 1) * layer
-        return heads * (element_bytes + max(4, element_bytes)) / (others + LAYER_BACKWARD * layer)
+        return kept_columns * (element_bytes + max(4, element_bytes)) / (others + LAYER_BACKWARD * layer)
 
 
 MODELS = {

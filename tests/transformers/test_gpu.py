@@ -10,7 +10,7 @@ import pytest
 import torch
 from hybrid_models import drawn_gradients, drawn_gradients_of, error_ratios
 from launches import DEVICE, GPU_MARKS, needs_gpu
-from tiny_models import SUPPORTED, VOCABULARY, Samples, dualkv, stock_twin, tiny_model
+from tiny_models import SUPPORTED, VOCABULARY, Samples, dualkv, gradients, stock_twin, tiny_model
 from tiny_multimodal import QWEN, Pictured, multimodal_model
 
 from flash_attn_dualkv import scores as lm_head
@@ -79,6 +79,31 @@ def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
     whole, *others = (torch.cat([one.flatten() for one in found.values()]) for _, found in (got, exact, dense))
     cosines = [torch.cosine_similarity(whole, other, dim=0).item() for other in others]
     assert min(cosines) > LEAST_COSINES.get(name, 0.999), cosines
+
+
+@needs_gpu  # minutes on emulated kernels
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma4_text"])
+def test_prompts_once_are_no_less_accurate(name: str) -> None:
+    """Likewise of a batch in pieces, whose second passes have the bits of the first."""
+    if name not in SUPPORTED:
+        pytest.skip(f"this transformers has no {name}")
+    model, batch = random_model(name), SAMPLES.pack(device=DEVICE)
+    exact, dense = (
+        drawn_gradients(one, SAMPLES, draws=DRAWS) for one in (stock_twin(model).float(), stock_twin(model))
+    )
+    count = len(batch.token_index)
+    weights = torch.randn(DRAWS, count, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(DEVICE)
+    got: dict[str, list[torch.Tensor]] = {}
+    for own in weights.float():
+
+        def loss_of(part: Any, own: torch.Tensor = own) -> torch.Tensor:
+            return own[part.tokens] @ part.logps
+
+        found = dualkv.shared_prompt_backward(model, batch, loss_of, max_tokens=900)
+        for parameter, gradient in gradients(model).items():
+            got.setdefault(parameter, []).append(gradient.double())
+    together = found.logps.double(), {parameter: torch.stack(all_draws) for parameter, all_draws in got.items()}
+    assert not {what: ratio for what, ratio in error_ratios(together, dense, exact).items() if not ratio <= 1.5}
 
 
 @needs_gpu  # minutes on emulated kernels

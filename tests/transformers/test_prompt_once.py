@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from cuts import random_cut
+from hybrid_models import in_float64
 from piece_runs import expected_of, losses, whole
-from sweep import any_model
+from sweep import CAUSAL_LMS, any_model, largest_error
 from tiny_models import (
     EVERY_EXPERT,
     FAMILIES,
@@ -36,6 +37,7 @@ from torch import Tensor
 from flash_attn_dualkv import PackedBatch, SharedPromptError, pack_prefix_tree
 from flash_attn_dualkv.data.parts import Cut, Piece, plan_parts, walk
 from flash_attn_dualkv.integrations.transformers import prompt_once
+from flash_attn_dualkv.integrations.transformers.admission.table import is_hybrid
 
 GROUP = Samples.random([(30, [6, 9, 4, 8, 3]), (7, [5])])
 Options = dict[str, Any]
@@ -109,6 +111,27 @@ def test_families(name: str, cuts: Callable[..., None]) -> None:
     batch, cut = turns()
     cuts(cut)
     compare(model.train(), batch, TOLERANCES[model.dtype].gradient)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAUSAL_LMS)
+def test_every_model(name: str, cuts: Callable[..., None]) -> None:
+    """In float64 as exact as the batch in one pass, where that is not refused itself."""
+    batch, cut = turns()
+    cuts(cut)
+    try:
+        model = any_model(name).double().train()
+        with in_float64():  # after the model's file was imported
+            _, expected = expected_of(model, batch)
+    except (SharedPromptError, NotImplementedError):
+        pytest.skip("is refused in one pass, too")
+    with in_float64():
+        if name in ("diffllama", "dory") or is_hybrid(model.config):
+            with pytest.raises(SharedPromptError, match="layers that run once|carries states"):
+                dualkv.shared_prompt_backward(model, batch, losses(batch), max_tokens=1)
+        else:
+            dualkv.shared_prompt_backward(model, batch, losses(batch), max_tokens=1)
+            assert largest_error(gradients(model), expected) < 1e-11
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj"]])

@@ -28,7 +28,7 @@ from ...errors import SharedPromptError, SharedPromptTypeError, SharedPromptUnsu
 from ...host import untraced
 from ...parallel.agreement import largest_of_ranks
 from ...parallel.sharded import check_group
-from .admission.unwrap import causal_lm_of, text_config
+from .admission.unwrap import causal_lm_of, layer_configs, text_config
 from .forward import COMPILE_THE_MODEL, shared_prompt_forward
 from .trunk import Keep, Loss, PartScores, Pieces, Trunk, check_can_be_cut, checked_loss, root_of
 
@@ -153,28 +153,32 @@ def plan_backward(
 
 def kept_cost(causal_lm: Any) -> float:
     """How many rows' activations the kept keys, values and sums of a row take, in all layers of a model."""
-    config = text_config(causal_lm.config)
-    checkpoints = any(part.training and getattr(part, "gradient_checkpointing", False) for part in causal_lm.modules())
-    wide = causal_lm.get_input_embeddings().weight.element_size()
-    owners = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    options = dict(is_checkpointed=checkpoints, kv_layers=owners)
-    return shape_of(config).kept_cost(element_bytes=wide, **options)
-
-
-def shape_of(config: Any) -> ModelShape:
-    """Sizes of a model of text, from its configuration; experts as wide as those that a token has."""
-    heads = config.num_attention_heads
-    kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
-    if getattr(config, "kv_lora_rank", None):  # latent attention, whose expanded heads are kept
-        kv_heads = heads
-        head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim + 1) // 2
-    layers, hidden = config.num_hidden_layers, config.hidden_size
-    width = getattr(config, "intermediate_size", None) or 4 * hidden
+    layers = layer_configs(causal_lm.config)
+    first, shared = layers[0], getattr(text_config(causal_lm.config), "num_kv_shared_layers", None) or 0
+    width = getattr(first, "intermediate_size", None) or 4 * first.hidden_size
+    if experts := getattr(first, "num_experts_per_tok", None):  # as wide as those that a token has
+        width = experts * (getattr(first, "moe_intermediate_size", None) or width)
     if isinstance(width, (list, tuple)):  # of each layer
         width = max(width)
-    if experts := getattr(config, "num_experts_per_tok", None):
-        width = experts * (getattr(config, "moe_intermediate_size", None) or width)
-    return ModelShape(layers, hidden, width, heads, kv_heads or heads, head_dim or hidden // heads)
+    heads = first.num_attention_heads
+    kv_heads = getattr(first, "num_key_value_heads", None) or heads
+    head_dim = max(1, _kept_columns(first) // (2 * kv_heads))
+    shape = ModelShape(len(layers), first.hidden_size, width, heads, kv_heads, head_dim)
+    checkpoints = any(part.training and getattr(part, "gradient_checkpointing", False) for part in causal_lm.modules())
+    return shape.kept_cost(
+        is_checkpointed=checkpoints,
+        element_bytes=causal_lm.get_input_embeddings().weight.element_size(),
+        kept_columns=sum(map(_kept_columns, layers[: len(layers) - shared])),
+    )
+
+
+def _kept_columns(layer: Any) -> int:
+    """Numbers of a key and a value of a layer, all of its heads together; expanded ones of latent attention."""
+    heads = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None):
+        return int(heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim))
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * head_dim)
 
 
 def _agreed_plan(

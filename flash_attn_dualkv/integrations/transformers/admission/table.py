@@ -23,7 +23,7 @@ from .... import kernels
 from ....checks import describe, explain
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
 from ..hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of
-from .unwrap import active_adapters, decoder_of, lora_dropouts, text_config, tower_names, wrappers_of
+from .unwrap import active_adapters, decoder_of, layer_configs, lora_dropouts, text_config, tower_names, wrappers_of
 
 # Substrings of the names of inputs other than text.
 MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
@@ -119,8 +119,9 @@ def kernels_lack(config: Any) -> str | None:
         config: of a transformers model.
     """
     text = text_config(config)
-    # global_head_dim: of layers without a window, where these have another.
-    head_dims = (getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim"))
+    # global_head_dim: of layers without a window, where these have another, before transformers 5.24.
+    names = "head_dim", "global_head_dim"
+    head_dims = (getattr(layer, name, None) or 0 for layer in layer_configs(config) for name in names)
     return kernels.kernels_lack(head_dims, getattr(text, "attn_logit_softcapping", None) or 0.0, torch.device("cuda"))
 
 

@@ -61,6 +61,13 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer of the text decoder; where these differ, some fields are only there."""
+    text = text_config(config)
+    own = getattr(text, "per_layer_config", None)
+    return [text if own is None else own[index] for index in range(text.num_hidden_layers)]
+
+
 def tower_configs(config: Any) -> list[Any]:
     """The parts of a configuration, at any depth, that do not describe the decoder of text tokens: vision, audio."""
     parts = _parts(config)
