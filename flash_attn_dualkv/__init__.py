@@ -6,6 +6,7 @@ from .attention import flash_attn_dualkv_varlen_func, flash_attn_varlen_func
 from .data.balance import balance
 from .data.batch import PackedBatch
 from .data.pack import group_by_prefix, group_by_prompt, pack_jagged, pack_padded, pack_prefix_tree, pack_shared_prompts
+from .data.parts import plan_parts
 from .data.prefix_tree import PrefixTree
 from .data.split import split_by_token_budget
 from .data.unpack import unpack_logprobs, unpack_to_jagged
@@ -48,6 +49,7 @@ __all__ = [
     "pack_padded",
     "pack_prefix_tree",
     "pack_shared_prompts",
+    "plan_parts",
     "shared_prefix_decode",
     "shared_prompt_attention",
     "split_by_token_budget",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How trees that no micro-batch holds are cut: trunks whose keys are kept, and parts that run one after the other.
 
-    cut = plan_parts(tree, max_tokens=16384)
+    cut = plan_parts(batch.tree, max_tokens=16384)
 
 A trunk runs before its parts, which see its keys, and once more after them, when the gradients of these are known.
 """
@@ -102,7 +102,7 @@ def plan_parts(
     cut.
 
     Args:
-        tree: of the batch.
+        tree: of a batch, or of `group_by_prefix`.
         max_tokens: rows of a micro-batch that fits.
         kept: how many rows' memory the kept keys, values and sums of their gradients of a row take; >= 0.
         held: the activations of trunks stay as well while their parts run.
@@ -112,6 +112,7 @@ def plan_parts(
     Raises:
         SharedPromptError: an argument is not as described; what is kept of a path leaves no room; too many levels.
     """
+    checks.instance("tree", tree, PrefixTree)
     budget = checks.integer("max_tokens", max_tokens, 1)
     most = None if levels is None else checks.integer("levels", levels, 0)
     planner = _Planner(

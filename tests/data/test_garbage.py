@@ -109,6 +109,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         dict(sequences=PROMPTS, boundary="gather", min_shared=1, group_ids=[0, 0, 1]),
     ),
     "split_by_token_budget of a tree": (api.split_by_token_budget, dict(groups=TREE, max_tokens=9, dp_group=None)),
+    "plan_parts": (
+        api.plan_parts, dict(tree=TREE, max_tokens=99, kept=0.5, held=False, levels=2, tile=4),
+    ),
     "balance of a tree": (api.balance, dict(groups=TREE, num_ranks=3, token_cost=0.0, equal_counts=True)),
     "pack_padded": (
         api.pack_padded,
