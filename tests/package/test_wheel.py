@@ -27,6 +27,8 @@ from toolchain import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = {"DUALKV_ARCHS": ";".join(RELEASED_ARCHS)}
+# What a wheel has beside Python files.
+DATA = {Path("flash_attn_dualkv") / name for name in ("py.typed", "integrations/verl/router.yaml")}
 # What every Linux has.
 SYSTEM_LIBRARIES = {"libc", "libdl", "libgcc_s", "libm", "libpthread", "librt", "libstdc++", "ld-linux"}
 
@@ -112,7 +114,7 @@ def installed(checkout, tmp_path_factory):
 
 def test_an_installation_contains_the_package_and_nothing_else(checkout, installed):
     package = checkout / "flash_attn_dualkv"
-    sources = {path.relative_to(checkout) for path in package.rglob("*.py")} | {Path("flash_attn_dualkv/py.typed")}
+    sources = {path.relative_to(checkout) for path in package.rglob("*.py")} | DATA
     sources.add(Path("flash_attn_dualkv/without_kernels.txt"))
     files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     metadata = {path for path in files if ".dist-info" in path.parts[0]}
@@ -138,6 +140,21 @@ def test_an_installation_without_kernels_knows_why(checkout, installed, tmp_path
     assert run_python(checkout, "-c", code).stdout == "DUALKV_PURE_PYTHON was set at install\n"
     (checkout / record).unlink()
     assert "none were built in " in run_python(checkout, "-c", code).stdout
+
+
+def test_verl_loads_the_installed_router(installed):
+    """By the path that the command prints, with verl's own loader; Ray makes no actor of it."""
+    pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
+    printed = run_python(installed, "-m", "flash_attn_dualkv.integrations.verl.router").stdout.strip()
+    assert Path(printed).is_relative_to(installed)
+    code = (
+        "import ray, sys, types; from verl.workers.rollout.router import get_router_handle\n"
+        "ray.remote = lambda kind: types.SimpleNamespace(remote=kind)\n"
+        "router = get_router_handle({'s0': 1}, router_config_path=sys.argv[1])\n"
+        "print(sys.modules[type(router).__module__].__file__, *router.acquire_server('a', prompt_ids=[1]))"
+    )
+    result = run_python(installed, "-c", code, printed)
+    assert result.stdout.split() == [str(Path(printed).with_name("router.py")), "s0", "1"], result.stderr
 
 
 def test_the_version_is_the_same_everywhere(installed):
@@ -315,7 +332,7 @@ def test_one_small_wheel_for_every_python(product, unpacked):
     assert product.wheel.stat().st_size <= 25e6
     sources = {path.relative_to(ROOT) for path in (ROOT / "flash_attn_dualkv").rglob("*.py")}
     binaries = {"libdualkv.so", *(f"_C{suffix}" for suffix in product.pythons)}
-    expected = sources | {Path("flash_attn_dualkv") / name for name in ("py.typed", *binaries)}
+    expected = sources | DATA | {Path("flash_attn_dualkv") / name for name in binaries}
     files = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     metadata = {path for path in files if ".dist-info" in path.parts[0]}
     assert files - metadata == expected
