@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -228,6 +229,32 @@ def test_decode(capsys: pytest.CaptureFixture[str]) -> None:
     assert "with the prompt read once (" in capsys.readouterr().out
     assert predict.main([*GROUP, "--decode", "h200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["decode"]["ratio"] > 1
+
+
+def test_decode_on_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies of a prompt against all ways to place four samples, and what each of them adds."""
+    ways = [len({*way}) for way in itertools.product(range(3), repeat=4)]
+    alone, scattered, kept = (
+        predict.predict_decode(8192, [1024] * 4, QWEN, 1e12, replicas, router)
+        for replicas, router in ((1, "samples"), (3, "samples"), (3, "prompts"))
+    )
+    assert scattered.copies == pytest.approx(sum(ways) / len(ways))
+    assert kept == alone and kept.copies == 1
+    more = (scattered.copies - 1) * 8192 * 4 * QWEN.kv_heads * QWEN.head_dim * QWEN.layers
+    assert scattered.shared_gb - alone.shared_gb == pytest.approx(more / 1e9)
+    assert scattered.apart_gb == alone.apart_gb and scattered.ratio < alone.ratio
+    for router, copies in (([], "7.1"), (["--router", "samples"], "7.1"), (["--router", "prompts"], "1.0")):
+        assert predict.main([*GROUP, "--decode", "h200", "--replicas", "8", *router]) == 0
+        assert f"8 replicas, of which {copies} compute" in capsys.readouterr().out
+    for options, message in (
+        (["--replicas", "8"], "--replicas: expected with --decode"),
+        (["--decode", "h200", "--router", "prompts"], "--router: expected with --replicas"),
+    ):
+        with pytest.raises(SystemExit):
+            predict.main([*GROUP, *options])
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="router: expected 'samples' or 'prompts', got 'verl'"):
+        predict.predict_decode(5, [3], TINY, router="verl")
 
 
 MODEL, FIVE_RATES = dataclasses.replace(TINY, vocab=0, qk_norm=False), Rates(500, 400, 300, 200.5, 100)
