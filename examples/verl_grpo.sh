@@ -15,6 +15,8 @@ set -euo pipefail
 : "${GPUS:=8}"
 : "${ROLLOUT:=vllm}"                           # or sglang
 : "${TENSOR_PARALLEL:=1}"                      # GPUs of one rollout engine
+# A prompt's responses on one engine; ROUTER= takes verl's own balancer, which scatters them.
+: "${ROUTER=$(python -m flash_attn_dualkv.integrations.verl.router)}"
 : "${N:=16}"                                   # responses to a prompt
 : "${PROMPT_LENGTH:=2048}"                     # the longest, in tokens
 : "${RESPONSE_LENGTH:=4096}"
@@ -44,6 +46,7 @@ exec python -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.name="$ROLLOUT" \
     actor_rollout_ref.rollout.tensor_model_parallel_size="$TENSOR_PARALLEL" \
     actor_rollout_ref.rollout.n="$N" \
+    actor_rollout_ref.rollout.router_config_path="$ROUTER" \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node="$GPUS" \
     trainer.logger='["console"]' \

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("trainers.md", "limits.md"))
 PYTHON = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$ARGUMENTS"
+echo "printed_by_$2"
 """
 
 
@@ -62,6 +63,9 @@ def test_the_example(tmp_path: Path) -> None:
     assert model.external_lib == "flash_attn_dualkv.integrations.verl"
     assert (config.trainer.n_gpus_per_node, config.trainer.test_freq, rollout.n) == (4, 7, 32)
     assert not need_critic(config) and need_reference_policy(config)
+    assert rollout.router_config_path == "printed_by_flash_attn_dualkv.integrations.verl.router"
+    own = configuration(arguments(tmp_path, ROUTER="")[2:]).actor_rollout_ref.rollout
+    assert not omega_conf_to_dataclass(own).router_config_path
     # One setting for the update, the old log-probabilities and the reference.
     assert actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu == 20000
     for one in (rollout, config.actor_rollout_ref.ref):
@@ -90,6 +94,8 @@ def test_rollouts_on_this_package() -> None:
     rollout = omega_conf_to_dataclass(configuration(given).actor_rollout_ref.rollout)
     assert isinstance(rollout, RolloutConfig) and rollout.name == "vllm"
     assert rollout.engine_kwargs["vllm"] == {"attention_backend": "CUSTOM"}
+    router = "actor_rollout_ref.rollout.router_config_path=$(python -m flash_attn_dualkv.integrations.verl.router)"
+    assert f"\n{router}\n" in rollouts
     (pinned,) = (one for one in requires("verl") or () if re.match(r"vllm\b", one))
     version = re.match(r"vllm==([\d.]+)", pinned)
     assert version and f"| verl {verl.__version__}, `verl[vllm]` | {version[1]} |" in rollouts, pinned

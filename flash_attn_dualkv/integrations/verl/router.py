@@ -166,7 +166,7 @@ class SiblingRouter:
     the prompt's next samples go.
 
     The first request of an id is a sample with its prompt, and later ones, turns and resumed parts, go where it went. A
-    prompt's place is given up once as many requests have ended as there were when its last one did: at the end of a
+    prompt's place is given up once as many requests have ended as were running when its last one did: at the end of a
     step all of them have, so that the next validation places its prompts anew.
 
     Args:
