@@ -203,12 +203,29 @@ def test_turns_stay_and_count_what_they_add() -> None:
 def test_a_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, stock = router(), own_router._digest
     hashed: list[Any] = []
-    monkeypatch.setattr(own_router, "_digest", lambda values: hashed.append(values) or stock(values))
-    for _ in range(3):
-        made.release_server(place(made, "a", PROMPT), "a")
+    monkeypatch.setattr(own_router, "_digest", lambda name, ids: hashed.append(ids) or stock(name, ids))
+    place(made, "another that runs", [])
+    for turn in range(3):
+        made.release_server(place(made, "a", [*PROMPT, turn]), "a")
     made.clear_sticky_cache()
     place(made, "a", PROMPT)
-    assert hashed == [PROMPT]
+    assert hashed == [[], [*PROMPT, 0]]
+
+
+def test_ids_that_come_again() -> None:
+    """With verl's `full_determinism` every step has the same ids, of other prompts; a turn is no such id."""
+    made = router(replicas=2, expected_response=10, slack=10)
+    assert [place(made, f"det-{i}", [i] * 20) for i in range(2)] == ["s0", "s1"]
+    made.release_server("s0", "det-0")
+    # In its step an id stays, whatever an agent has cut from its context.
+    assert place(made, "det-0", [7] * 500) == "s0"
+    for i, server in enumerate(("s0", "s1")):
+        made.release_server(server, f"det-{i}")
+    # After it a turn does, which begins with the prompt.
+    assert place(made, "det-1", [*[1] * 20, 5]) == "s1"
+    made.release_server("s1", "det-1")
+    assert [place(made, f"det-{i}", [8] * 90) for i in range(2)] == ["s0", "s0"]
+    assert made.get_status()["tokens"] == {"s0": 90 + 2 * 10, "s1": 0}
 
 
 def test_homes_end_with_their_step() -> None:

@@ -29,7 +29,7 @@ from ...errors import SharedPromptError, SharedPromptTypeError
 
 ROUTER_YAML = Path(__file__).with_name("router.yaml")
 ENTRY_BYTES = 160  # of an entry beside its key, as tracemalloc counts them
-# Beginnings and endings of prompts alike: 128 bits do not collide, and are the same in all processes.
+# Digests of 128 bits do not collide, and are the same in all processes, as `hash` of a request id is not.
 DIGEST_BYTES = 16
 SLACK_RESPONSES = 12
 
@@ -116,6 +116,7 @@ class Sample:
     prompt: bytes  # digest of the first turn's
     prompt_tokens: int
     server: str | None = None
+    ends: int | None = None  # as a home's
 
 
 @dataclass(slots=True)
@@ -123,8 +124,7 @@ class Home:
     """Where a prompt's samples go."""
 
     server: str
-    # Ended requests of all replicas after which an idle home is over; None while it has some running.
-    ends: int | None = None
+    ends: int | None = None  # count of ended requests from which on an idle one is over; None while some run
 
 
 @dataclass
@@ -167,7 +167,8 @@ class SiblingRouter:
 
     The first request of an id is a sample with its prompt, and later ones, turns and resumed parts, go where it went. A
     prompt's place is given up once as many requests have ended as were running when its last one did: at the end of a
-    step all of them have, so that the next validation places its prompts anew.
+    step all of them have, so that the next validation places its prompts anew. So is an id that then comes with another
+    prompt: verl counts the samples of each step from 0 where `rollout.full_determinism` is set.
 
     Args:
         servers: handles of replicas by their ids; may be empty.
@@ -198,8 +199,8 @@ class SiblingRouter:
 
         Args:
             request_id: of a sample; its turns have the same one.
-            prompt_ids: tokens of the prompt, or of all that the sample has so far. Only those of an id's first request
-                are hashed; a request without any is a prompt of its own.
+            prompt_ids: tokens of the prompt, or of all that the sample has so far. In a step only those of an id's
+                first request are hashed; a request without any is a prompt of its own.
 
         Raises:
             RuntimeError: there is no replica. verl's client waits on these words.
@@ -209,9 +210,11 @@ class SiblingRouter:
             raise RuntimeError("No available servers in load balancer")
         given: Sequence[int] = () if prompt_ids is None else prompt_ids
         sample = self._samples.get(request_id)
-        if sample is None:
-            sample = Sample(_digest(given) if len(given) else _digest(request_id.encode()), len(given))
+        is_over = sample is not None and self._is_over(sample.ends)
+        if sample is None or (is_over and _digest(request_id, given[: sample.prompt_tokens]) != sample.prompt):
+            sample = Sample(_digest(request_id, given), len(given))
             self._samples.put(request_id, sample)
+        sample.ends = None
         if sample.server is None:
             sample.server = self._place(sample)
         home = self._homes.get(sample.prompt)
@@ -230,12 +233,15 @@ class SiblingRouter:
         tokens = {server: replica.tokens for server, replica in self._replicas.items()}
         emptiest = min(tokens, key=lambda server: (tokens[server], self._replicas[server].requests))
         home = self._homes.get(sample.prompt)
-        if home is not None and (home.ends is None or self._ended < home.ends):
+        if home is not None and not self._is_over(home.ends):
             ahead = tokens[home.server] - tokens[emptiest] - sample.prompt_tokens
             if ahead <= self._settings.slack_tokens:
                 return home.server
         self._homes.put(sample.prompt, Home(emptiest))
         return emptiest
+
+    def _is_over(self, ends: int | None) -> bool:
+        return ends is not None and ends <= self._ended
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Frees a request's tokens; one that is not running there, as on a replica that was removed, is ignored."""
@@ -244,9 +250,10 @@ class SiblingRouter:
             return
         sample = replica.end(request_id)
         self._ended += 1
+        sample.ends = self._ended + self.get_total_inflight()
         home = self._homes.get(sample.prompt)
         if home is not None and home.server == server_id and sample.prompt not in replica.prompts:
-            home.ends = self._ended + self.get_total_inflight()
+            home.ends = sample.ends
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
         """Adds replicas, empty ones; one that is there already begins anew with its new handle."""
@@ -297,12 +304,11 @@ class SiblingRouter:
         return {server: replica.requests for server, replica in self._replicas.items()}
 
 
-def _digest(values: bytes | Sequence[int]) -> bytes:
-    if not isinstance(values, bytes):
-        try:
-            values = array("q", values).tobytes()
-        except TypeError:
-            raise SharedPromptTypeError("prompt_ids", "token ids", checks.describe(values)) from None
+def _digest(request_id: str, prompt_ids: Sequence[int]) -> bytes:
+    try:
+        values = array("q", prompt_ids).tobytes() if len(prompt_ids) else request_id.encode()
+    except TypeError:
+        raise SharedPromptTypeError("prompt_ids", "token ids", checks.describe(prompt_ids)) from None
     return blake2b(values, digest_size=DIGEST_BYTES).digest()
 
 
