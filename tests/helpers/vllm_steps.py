@@ -280,7 +280,7 @@ def first_runner(common: Any, tables: list[Tensor], groups: Any, cache: Any, req
     runner = SimpleNamespace(
         kv_cache_config=cache, optimistic_seq_lens_cpu=common.seq_lens, seq_lens=common.seq_lens,
         positions=common.positions, query_start_loc=buffer(common.query_start_loc), device=torch.device("cpu"),
-        attn_groups=groups,
+        attn_groups=groups, requests={},
         input_batch=SimpleNamespace(
             block_table=[*map(buffer, tables)],
             num_computed_tokens_cpu_tensor=common.seq_lens - 1, num_prompt_tokens=lengths,

@@ -35,6 +35,7 @@ LAYERS = (
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.common",),
     ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
+    ("integrations.verl_client",),
     ("integrations.ulysses", "integrations.context_parallel", *OLD_PLACES),
     ("", "cli", "demo", "predict"),
     ("contrib",),  # imports from everywhere, and nothing imports it: old places name it in a string

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomllib
 
 pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
@@ -25,9 +26,12 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from flash_attn_dualkv.errors import SharedPromptError
+from flash_attn_dualkv.integrations import verl_client
 from flash_attn_dualkv.integrations.verl import router as own_router
 from flash_attn_dualkv.integrations.verl.router import ROUTER_YAML, SiblingRouter
+from flash_attn_dualkv.integrations.vllm.settings import FIRST_PROMPT
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [*range(100)]
 
 
@@ -126,19 +130,27 @@ class Server:
     def __init__(self, aborts: int) -> None:
         self.aborts = aborts
         self.prompts: list[list[int]] = []
+        self.extra: list[Any] = []
 
-    def generate(self, prompt_ids: list[int], **_: Any) -> TokenOutput:
+    def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
         self.prompts.append(prompt_ids)
+        self.extra.append(sampling_params.get("extra_args"))
         reason = "aborted" if len(self.prompts) <= self.aborts else "completed"
         number = len(self.prompts)
         return TokenOutput(token_ids=[number, 7], log_probs=[0.0, 0.0], stop_reason=reason, num_preempted=0)
 
 
-def test_resumed_samples_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's client that resumes: its samples have other tokens by then, and verl has cleared what is sticky."""
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_resumed_samples_meet_again(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's client that resumes: its samples have other tokens by then, and verl has cleared what is sticky.
+
+    vLLM is told the prompt that they began with, next to what the caller tells it; other engines are not.
+    """
+    plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
+    assert [*plugins.values()] == [verl_client.__name__]
     servers = {name: Server(aborts=4 if name == "s0" else 0) for name in ("s0", "s1", "s2")}
     made = load(monkeypatch, ROUTER_YAML, {name: Handle(server) for name, server in servers.items()})
-    rollout = SimpleNamespace(name="vllm", response_length=32, full_determinism=False)
+    rollout = SimpleNamespace(name=engine, response_length=32, full_determinism=False)
     config: Any = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     client = FullyAsyncLLMServerClient(config, Handle(made))
     stock_sleep = asyncio.sleep
@@ -151,8 +163,10 @@ def test_resumed_samples_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", sleep)
 
+    given: dict[str, Any] = {"extra_args": {"own": 1}}
+
     async def step() -> list[TokenOutput]:
-        calls = [client.generate(f"r{i}", prompt_ids=PROMPT, sampling_params={}) for i in range(4)]
+        calls = [client.generate(f"r{i}", prompt_ids=PROMPT, sampling_params=given) for i in range(4)]
         return await asyncio.gather(*calls)
 
     outputs = asyncio.run(step())
@@ -160,6 +174,8 @@ def test_resumed_samples_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert servers["s0"].prompts == [PROMPT] * 4
     met, empty = sorted((servers["s1"], servers["s2"]), key=lambda server: -len(server.prompts))
     assert [len(prompt) for prompt in met.prompts] == [102] * 4 and not empty.prompts
+    told = {"own": 1, FIRST_PROMPT: len(PROMPT)} if engine == "vllm" else {"own": 1}
+    assert servers["s0"].extra == met.extra == [told] * 4 and given == {"extra_args": {"own": 1}}
     assert made.get_total_inflight() == 0 and set(made.get_status()["tokens"].values()) == {0}
 
 

@@ -15,8 +15,10 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: .ci/run puts its Python code on the path")
 
 import vllm_steps as steps
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import flash_attn, utils
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker import gpu_input_batch, gpu_model_runner
 from vllm.v1.worker.gpu import input_batch, model_runner, states
 from vllm.v1.worker.utils import AttentionGroup
@@ -24,6 +26,7 @@ from vllm_steps import DECODING, PREFILL, Calls, Layer, Request, run, speculator
 
 from flash_attn_dualkv.integrations.common.patching import stock_of
 from flash_attn_dualkv.integrations.vllm import backend, prompts, sharing, versions
+from flash_attn_dualkv.integrations.vllm.settings import FIRST_PROMPT
 
 # --- decoding -------------------------------------------------------------------------------------
 
@@ -225,7 +228,8 @@ def test_seams_of_the_runners(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "self.num_prompt_tokens = " in inspect.getsource(gpu_input_batch.InputBatch.__init__)
     assert "idx_mapping_np" in {one.name for one in dataclasses.fields(input_batch.InputBatch)}
     assert "self.prompt_len = UvaBackedTensor(" in inspect.getsource(states.RequestState.__init__)
-    first = SimpleNamespace(input_batch=SimpleNamespace(num_prompt_tokens=np.array([5, 6, 0])))
+    rows = SimpleNamespace(num_prompt_tokens=np.array([5, 6, 0]), req_ids=["a", "b"])
+    first = SimpleNamespace(input_batch=rows, requests={})
     second = SimpleNamespace(req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([7, 8, 9]))))
     batch = SimpleNamespace(idx_mapping_np=np.array([2, 0]))
     for module, name, runner, arguments, lengths in (
@@ -241,6 +245,64 @@ def test_seams_of_the_runners(monkeypatch: pytest.MonkeyPatch) -> None:
         assert replaced(runner, **arguments) in (arguments, {})
         noted = prompts.newest()
         assert noted is not None and noted.lengths.tolist() == lengths
+
+
+def carrying(first: Any) -> SamplingParams:
+    return SamplingParams(extra_args={FIRST_PROMPT: first, "another's": 1})
+
+
+def test_prompts_of_resumed_samples_in_the_first_runner(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
+    """Lengths of first prompts travel with vLLM's own parameters and states of requests, wherever rows move."""
+    runners = gpu_model_runner.GPUModelRunner
+    monkeypatch.setattr(runners, "_build_attention_metadata", lambda *_, **given: given)
+    prompts.install()
+    assert "sampling_params" in {one.name for one in dataclasses.fields(gpu_model_runner.CachedRequestState)}
+    given = {"a": carrying(50), "b": SamplingParams(), "c": None, "d": carrying(61), "e": carrying("50")}
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(num_prompt_tokens=np.array([60, 60, 60, 60, 60, 9]), req_ids=[*"abcde"]),
+        requests={name: SimpleNamespace(sampling_params=params) for name, params in given.items()},
+    )
+    batch = runner.input_batch
+    for names, totals, expected in (
+        ("abcde", [60] * 5, [50, 60, 60, 60, 60]),
+        ("bcaed", [60] * 5, [60, 60, 50, 60, 60]),
+        ("bca", [70, 70, 70], [70, 70, 50]),
+        ("bca", [70, 70, 40], [70, 70, 40]),
+    ):
+        batch.req_ids, batch.num_prompt_tokens[: len(totals)] = [*names], totals
+        runners._build_attention_metadata(runner, num_tokens=1)
+        noted = prompts.newest()
+        assert noted is not None and noted.lengths[: len(names)].tolist() == expected
+        assert batch.num_prompt_tokens[: len(names)].tolist() == totals, "vLLM's own"
+    said = "extra_args['flash_attn_dualkv_first_prompt']: expected an int from 1 to the 60 tokens of the prompt, got "
+    assert [said + got in text for got, text in zip(("61", "50"), warnings)] == [True, True]
+
+
+def test_prompts_of_resumed_samples_in_the_second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read where vLLM takes up requests, whose rows others take later."""
+    runners = model_runner.GPUModelRunner
+    state = SimpleNamespace(prompt_len=SimpleNamespace(np=np.zeros(4, dtype=np.int32)), req_id_to_index={})
+
+    def add(runner: Any, scheduler_output: Any) -> None:
+        for request in scheduler_output.scheduled_new_reqs:
+            state.req_id_to_index[request.req_id] = request.row
+            state.prompt_len.np[request.row] = 60
+
+    monkeypatch.setattr(runners, "add_requests", add)
+    monkeypatch.setattr(runners, "prepare_attn", lambda self, input_batch: input_batch)
+    prompts.install()
+    runner = SimpleNamespace(req_states=state)
+    assert {"req_id", "sampling_params"} <= {one.name for one in dataclasses.fields(NewRequestData)}
+    for added, expected in (
+        ([("a", 2, carrying(50)), ("b", 0, SamplingParams())], [50, 60]),
+        ([("c", 1, carrying(40))], [50, 60]),
+        ([("d", 2, None), ("e", 0, carrying(30))], [60, 30]),
+    ):
+        new = [SimpleNamespace(req_id=name, row=row, sampling_params=params) for name, row, params in added]
+        runners.add_requests(runner, SimpleNamespace(scheduled_new_reqs=new))
+        runners.prepare_attn(runner, SimpleNamespace(idx_mapping_np=np.array([2, 0])))
+        noted = prompts.newest()
+        assert noted is not None and noted.lengths.tolist() == expected
 
 
 @pytest.mark.skipif(speculator is None, reason="vLLM 0.22's drafts in the second runner are refused")

@@ -15,12 +15,17 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ...checks import explain
 from ..common.patching import replace_once
+from .log import say_once
+from .settings import FIRST_PROMPT
 from .versions import installed
+
+_FIRST = "dualkv_first_prompts"  # of the second runner's states of requests, as its prompt_len
 
 
 class Noted(NamedTuple):
-    """Lengths of the prompts of the newest step's requests, a NumPy array; rows after them mean nothing."""
+    """Lengths of the prompts that the newest step's samples began with, a NumPy array; rows after mean nothing."""
 
     lengths: Any
 
@@ -45,9 +50,33 @@ def note(lengths: Any) -> None:
     _newest = Noted(lengths)
 
 
+def _first_prompt(params: Any, length: int) -> int:
+    """Tokens of the prompt that a request's sample began with: all of its own, or what its extra_args say."""
+    extra = getattr(params, "extra_args", None) or {}  # pooling has no parameters
+    if FIRST_PROMPT not in extra:
+        return length
+    carried = extra[FIRST_PROMPT]
+    if type(carried) is int and 0 < carried <= length:
+        return carried
+    expected = f"an int from 1 to the {length} tokens of the prompt"
+    say_once(f"{explain(f'extra_args[{FIRST_PROMPT!r}]', expected, carried)}; the request is cut at its prompt")
+    return length
+
+
 def _of_first_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
+    known: tuple[Any, ...] = ()
+    lengths: Any = None
+
     def _build_attention_metadata(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        note(runner.input_batch.num_prompt_tokens)
+        nonlocal known, lengths
+        batch = runner.input_batch
+        newest = id(runner), batch.num_prompt_tokens.tobytes(), [*batch.req_ids]
+        if newest != known:  # to look into 256 requests takes a hundred times as long
+            known, lengths = newest, batch.num_prompt_tokens.copy()
+            for row, name in enumerate(batch.req_ids):
+                params = getattr(runner.requests.get(name), "sampling_params", None)
+                lengths[row] = _first_prompt(params, int(lengths[row]))
+        note(lengths)
         return stock(runner, *args, **kwargs)
 
     return _build_attention_metadata
@@ -55,10 +84,26 @@ def _of_first_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_second_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_attn(runner: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        note(runner.req_states.prompt_len.np[input_batch.idx_mapping_np])
+        states = runner.req_states
+        note(getattr(states, _FIRST, states.prompt_len.np)[input_batch.idx_mapping_np])
         return stock(runner, input_batch, *args, **kwargs)
 
     return prepare_attn
+
+
+def _of_additions(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The second runner keeps no sampling parameters: they are read where it takes up requests."""
+
+    def add_requests(runner: Any, scheduler_output: Any) -> Any:
+        found = stock(runner, scheduler_output)
+        states = runner.req_states
+        lengths = vars(states).setdefault(_FIRST, states.prompt_len.np.copy())
+        for request in scheduler_output.scheduled_new_reqs:
+            row = states.req_id_to_index[request.req_id]
+            lengths[row] = _first_prompt(request.sampling_params, int(states.prompt_len.np[row]))
+        return found
+
+    return add_requests
 
 
 def _of_speculators(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +133,7 @@ def _of_workers(stock: Callable[..., Any]) -> Callable[..., Any]:
 SEAMS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_build_attention_metadata", _of_first_runner),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", _of_second_runner),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "add_requests", _of_additions),
     ("vllm.v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator", "set_attn", _of_speculators),
 )
 
