@@ -143,7 +143,7 @@ def test_an_installation_without_kernels_knows_why(checkout, installed, tmp_path
 
 
 def test_verl_loads_the_installed_router(installed):
-    """By the path that the command prints, with verl's own loader; Ray makes no actor of it."""
+    """By the path that the command prints, with verl's own loader; Ray makes no actor of it. Its client is wrapped."""
     pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
     printed = run_python(installed, "-m", "flash_attn_dualkv.integrations.verl.router").stdout.strip()
     assert Path(printed).is_relative_to(installed)
@@ -151,10 +151,13 @@ def test_verl_loads_the_installed_router(installed):
         "import ray, sys, types; from verl.workers.rollout.router import get_router_handle\n"
         "ray.remote = lambda kind: types.SimpleNamespace(remote=kind)\n"
         "router = get_router_handle({'s0': 1}, router_config_path=sys.argv[1])\n"
-        "print(sys.modules[type(router).__module__].__file__, *router.acquire_server('a', prompt_ids=[1]))"
+        "print(sys.modules[type(router).__module__].__file__, *router.acquire_server('a', prompt_ids=[1]))\n"
+        "from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient\n"
+        "print(hasattr(FullyAsyncLLMServerClient.generate, 'dualkv_stock'))"
     )
     result = run_python(installed, "-c", code, printed)
-    assert result.stdout.split() == [str(Path(printed).with_name("router.py")), "s0", "1"], result.stderr
+    expected = [str(Path(printed).with_name("router.py")), "s0", "1", "True"]
+    assert result.stdout.split() == expected, result.stderr
 
 
 def test_the_version_is_the_same_everywhere(installed):

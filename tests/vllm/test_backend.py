@@ -68,6 +68,19 @@ def test_mixed_steps(name: str, heads_first: bool, calls: Calls) -> None:
     assert builder._sharing._plan.exact == ("split" if name in ("plain", "speculation") else "trainer")
 
 
+@pytest.mark.parametrize("name", ["plain", "trainer"])
+def test_steps_of_resumed_samples(name: str, calls: Calls) -> None:
+    """Rows before and after the first prompt's end in one chunk; then the same request decodes, with the same cut."""
+    layer = Layer()
+    builder = steps.builder(layer, steps.config(**MIXED[name][1]))
+    resumed = Request(64, 40, 30, [55, 56, 57, 58])
+    run(layer, builder, [*DECODING, resumed])
+    cuts = builder._sharing._plan.step.boundaries.tolist()
+    assert (cuts.count(29), calls.rows) == ((1, []) if name == "trainer" else (0, [40]))
+    run(layer, builder, [*DECODING, dataclasses.replace(resumed, queries=1)])
+    assert builder._sharing._plan.step.boundaries.tolist().count(29) == 1
+
+
 def test_steps_of_prompts_alone(calls: Calls) -> None:
     layer = Layer()
     run(layer, builder := steps.builder(layer), [*DECODING, *PREFILL])
