@@ -30,7 +30,7 @@ LAYERS = (
     ("data",),
     ("guard", "pieces", "scores"),
     ("parallel",),
-    ("integrations.common.buffers", "integrations.common.patching", "integrations.trees"),
+    ("integrations.common.buffers", "integrations.common.patching", "integrations.trees", "integrations.verl_router"),
     ("integrations.common.versions",),
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.common",),

@@ -143,7 +143,10 @@ def test_an_installation_without_kernels_knows_why(checkout, installed, tmp_path
 
 
 def test_verl_loads_the_installed_router(installed):
-    """By the path that the command prints, with verl's own loader; Ray makes no actor of it. Its client is wrapped."""
+    """By the path that the command prints, with verl's own loader; Ray makes no actor of it. Its client is wrapped.
+
+    Nothing else of verl's process changes: the plug-in of the trainers is not imported.
+    """
     pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
     printed = run_python(installed, "-m", "flash_attn_dualkv.integrations.verl.router").stdout.strip()
     assert Path(printed).is_relative_to(installed)
@@ -153,10 +156,11 @@ def test_verl_loads_the_installed_router(installed):
         "router = get_router_handle({'s0': 1}, router_config_path=sys.argv[1])\n"
         "print(sys.modules[type(router).__module__].__file__, *router.acquire_server('a', prompt_ids=[1]))\n"
         "from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient\n"
-        "print(hasattr(FullyAsyncLLMServerClient.generate, 'dualkv_stock'))"
+        "print(hasattr(FullyAsyncLLMServerClient.generate, 'dualkv_stock'))\n"
+        "print('flash_attn_dualkv.integrations.verl' in sys.modules)"
     )
     result = run_python(installed, "-c", code, printed)
-    expected = [str(Path(printed).with_name("router.py")), "s0", "1", "True"]
+    expected = [str(Path(printed).parents[1] / "verl_router.py"), "s0", "1", "True", "False"]
     assert result.stdout.split() == expected, result.stderr
 
 
