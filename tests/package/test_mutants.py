@@ -80,6 +80,14 @@ def test_a_mutant_that_changes_nothing_survives(trees: Callable[[int, bool], Tre
     assert trees(harmless.head_dim, True).verdict(harmless) == "SURVIVED"
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_missing_package_skips_and_a_word_that_selects_nothing_does_not(trees: Callable[[int, bool], Tree]) -> None:
+    tree = trees(64, True)
+    (tree.root / "tests/test_missing.py").write_text('import pytest\n\npytest.importorskip("no_such_package")\n')
+    assert tree.test("tests/test_missing.py", "") == "skipped"
+    assert tree.test("tests/package/test_weight.py", "no_such_name") == "broken"
+
+
 def test_a_text_that_does_not_stand_once_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a a")
     for old in ("a", "b", ""):
