@@ -26,7 +26,7 @@ from shapes import Shape
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from flash_attn_dualkv.cli.predict import ModelShape
+from flash_attn_dualkv.model_shape import ModelShape
 
 ROPE_BASE, EPS, WEIGHT_STD = 1e6, 1e-6, 0.02
 Weights = dict[str, Tensor]  # of one layer, as torch.nn.functional.linear takes them: (outputs, inputs)

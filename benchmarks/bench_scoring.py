@@ -34,10 +34,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from flash_attn_dualkv.cli.predict import ModelShape
 from flash_attn_dualkv.integrations.common.scoring import MAX_TOKENS, MIN_SHARED, scoring_batches
 from flash_attn_dualkv.integrations.lm_eval import DualKVLM
 from flash_attn_dualkv.integrations.transformers import register
+from flash_attn_dualkv.model_shape import ModelShape
 
 FOLDER = RESULTS / "trainers" / "scoring"
 Request = tuple[Any, list[int], list[int]]

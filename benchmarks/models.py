@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flash_attn_dualkv.cli.predict import MODELS, ModelShape
+from flash_attn_dualkv.model_shape import MODELS, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

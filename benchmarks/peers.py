@@ -17,8 +17,8 @@ from packing import Arrangement, Attention, cumulative, heads_first, leaf, packe
 from shapes import MOST_ELEMENTS, Shape
 from torch import Tensor
 
-from flash_attn_dualkv.cli.predict import DIRECTIONS
 from flash_attn_dualkv.cudnn import endpoints
+from flash_attn_dualkv.model_shape import DIRECTIONS
 
 VarlenKernel = Callable[..., Tensor]  # q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
 Load = Callable[[], VarlenKernel]  # where it is needed: its package may not be there

@@ -22,7 +22,7 @@ from models import FamilyModel
 from pages import COLORS, WORDS, ResultError, bars, filled, load, markdown, milliseconds, number, read
 from shapes import parse, title
 
-from flash_attn_dualkv.cli.predict import DIRECTIONS
+from flash_attn_dualkv.model_shape import DIRECTIONS
 
 sys.path.append(str(Path(__file__).with_name("trainers")))
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from models import ALL_MODELS, DEFAULT_MODEL
 
-from flash_attn_dualkv.cli.predict import ModelShape, attention_flops, causal_pairs
+from flash_attn_dualkv.model_shape import ModelShape, attention_flops, causal_pairs
 
 Nodes = tuple[tuple[int, int], ...]  # (length, parent) depth first; a root's parent is -1
 K = 1024

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flash_attn_dualkv.cli.predict import MODELS
+from flash_attn_dualkv.model_shape import MODELS
 
 Found = TypeVar("Found")
 MARK = "RESULT "  # in front of lines of results

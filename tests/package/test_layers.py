@@ -18,7 +18,8 @@ OLD_PLACES = ("integrations.llama_factory", "integrations.ms_swift", "integratio
 # may import each other, without a circle.
 LAYERS = (
     ("_version", "errors", "moved"),
-    ("checks", "cli.command", "cli.predict"),
+    ("checks", "cli.command"),
+    ("model_shape",),
     ("calls", "host"),
     ("nodes",),
     ("reference", "kernels"),

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from ... import checks
-from ...cli.predict import ModelShape
 from ...data.batch import PackedBatch
 from ...data.parts import Cut, plan_parts
 from ...errors import SharedPromptError, SharedPromptTypeError, SharedPromptUnsupportedError
 from ...host import untraced
+from ...model_shape import ModelShape
 from ...parallel.agreement import largest_of_ranks
 from ...parallel.sharded import check_group
 from .admission.unwrap import causal_lm_of, layer_configs, text_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from verl.utils.flops_counter import FlopsCounter
 
-from ...cli.predict import causal_pairs
 from ...data.batch import PackedBatch
+from ...model_shape import causal_pairs
 from ..common.options import PREFIX, REASONS
 from ..common.pipeline import Tally, savings
 from .micro_batches import Lengths
