@@ -29,6 +29,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .. import checks
+from ..data.parts import plan_parts, walk
+from ..data.prefix_tree import PrefixTree
+from ..data.split import split_by_token_budget
 from ..model_shape import (
     DIRECTIONS,
     LAYER_BACKWARD,
@@ -290,29 +293,19 @@ def predict_cut(prompt: int, responses: Sequence[int], model: ModelShape, max_to
     """Cost of a group that does not fit into `max_tokens`; None for one that does.
 
     Raises:
-        ValueError: a response fits into no micro-batch, or beside no kept prompt.
+        SharedPromptError: a response fits into no micro-batch, or beside no kept prompt.
     """
-    checks.integer("max_tokens", max_tokens, 1)
-    total = prompt + sum(responses)
-    if total <= max_tokens:
+    lengths = tuple(prompt + length for length in responses)
+    tree = PrefixTree((prompt, *responses), (-1, *[0] * len(responses)), tuple(range(1, len(lengths) + 1)), lengths)
+    cost, total = model.kept_cost(is_checkpointed=True), prompt + sum(responses)
+    cut = plan_parts(tree, max_tokens, kept=cost)
+    if cut.is_whole:
         return None
-    cost = model.kept_cost(is_checkpointed=True)
-    divisions, parts = (_bins(responses, int(max_tokens - prompt * kept), max_tokens) for kept in (1.0, cost))
+    divisions = len(split_by_token_budget(tree, max_tokens=max_tokens))
     divided = divisions * prompt + sum(responses)
     row = model.hidden * model.layers * 2 + LAYER_BACKWARD * model.saved_bytes_per_token()
+    parts = sum(not piece.parts for piece in walk(cut.pieces))
     return CutPrediction(divisions, divided, parts, cost * row * prompt / GIB, 4 * divided / (4 * total + prompt))
-
-
-def _bins(lengths: Sequence[int], room: int, max_tokens: int) -> int:
-    """How many bins of a size hold all lengths, the longest first, each in the first that has room."""
-    rooms: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        if length > room:
-            expected = f"room for a response of {length:,} beside its prompt or the prompt's keys"
-            raise ValueError(checks.explain("max_tokens", expected, f"{max_tokens:,}"))
-        at = next((at for at, left in enumerate(rooms) if left >= length), len(rooms))
-        rooms[at:] = [(rooms[at] if at < len(rooms) else room) - length, *rooms[at + 1 :]]
-    return len(rooms)
 
 
 def _warnings(num_responses: int, replicated: Packing, shared: Packing) -> list[str]:
