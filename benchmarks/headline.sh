@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Makes the README's table anew, and the pages of attention, trees and streams behind it, on one Hopper GPU in about 20
-# minutes, beside the strongest peers. They are installed before: pip install nvidia-cudnn-frontend flash-attn-4.
-#   benchmarks/headline.sh            # results go to benchmarks/results/<gpu>, then report.py makes the pages
-#   benchmarks/headline.sh FOLDER     # results go to FOLDER
+# Makes the README's table anew, and the pages of attention, trees and streams behind it, on one
+# Hopper GPU in about 20 minutes, beside the strongest peers. They are installed before:
+#     pip install nvidia-cudnn-frontend flash-attn-4
+#     benchmarks/headline.sh           results in benchmarks/results/<gpu>, and report.py's pages
+#     benchmarks/headline.sh FOLDER    results in FOLDER
 # Every line is one process, so that its ratios are; a budget ends it with what there is.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

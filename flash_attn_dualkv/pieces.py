@@ -22,7 +22,7 @@ from .layout import SharedPromptLayout, is_in_backward
 from .nodes import piece_table
 from .packed_attention import checked_tensors, packed_options
 
-# Of a pass: its keys are kept; they are not; sums join their gradients; both at once.
+# Kinds of passes: keys are kept; they are not; sums join their gradients; both at once.
 Stage = Literal["keep", "part", "inject", "graph"]
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -119,7 +119,7 @@ class KeptKeys:
 
 
 class _Kept:
-    """Of one layer, with as many rows as are kept; the sums of gradients are in float32 or more."""
+    """Keys and values of one layer, as many rows as are kept, and sums of their gradients in float32 or more."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.k, self.v = (tensor.new_empty((0, *tensor.shape[1:])) for tensor in (k, v))
@@ -227,7 +227,7 @@ class PieceLayout(SharedPromptLayout):
         lens: Sequence[int], parents: Sequence[int], own: Sequence[int], kept_begins: Mapping[int, int], kept_rows: int,
         *, device: torch.device | None = None, **options: Any,
     ) -> PieceLayout:  # fmt: skip
-        """Of the arguments of `piece_table`; `options` are other fields."""
+        """The layout for arguments of `piece_table`; `options` are other fields."""
         table, longest, mean = piece_table(lens, parents, own, kept_begins, kept_rows)
         node_lens, node_parents = (tuple(column) for column in table[:, [4, 6]].T.tolist())
         rows = sum(lens[node] for node in own)

@@ -39,8 +39,8 @@ from vllm_rig import ENGINES, FEATURES, Engine
 
 LENGTHS = (40, 333, 1024, 2049, 3001)  # of the prompts
 RESPONSES, NEW, MODEL_LENGTH = 4, 48, 4096
-# Of differences of log-probabilities to those between two of vLLM's own backends. Largest ones of some
-# hundred tokens scatter by a factor of two, those of a fault are ten times as large.
+# Differences of log-probabilities may be so many times those between two of vLLM's own backends.
+# Largest ones of some hundred tokens scatter by a factor of two; a fault's are ten times as large.
 MEAN_RATIO, LARGEST_RATIO = 1.5, 3.0
 FLOOR = 2e-3
 NAMES = ("stock", "triton", "dualkv")

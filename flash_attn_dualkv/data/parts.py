@@ -54,15 +54,6 @@ class Cut:
         """True if one pass has all rows."""
         return len(self.pieces) < 2 and not any(piece.parts for piece in self.pieces)
 
-    def rows_of(self, piece: Piece) -> int:
-        """Rows of a piece, without those that it continues."""
-        return sum(self.node_lens[node] for node in piece.nodes)
-
-    def most_kept(self, pieces: Sequence[Piece] | None = None) -> int:
-        """The most rows whose keys are kept at a time: of the trunks of one path."""
-        pieces = self.pieces if pieces is None else pieces
-        return max((self.rows_of(piece) + self.most_kept(piece.parts) for piece in pieces if piece.parts), default=0)
-
 
 class _Rest(NamedTuple):
     """A node from a row on, and all that is below it."""
@@ -134,8 +125,8 @@ class _Planner:
         self.budget, self.tile = budget, tile
         self.per_row = kept + held  # that a trunk's row takes while others run
         self.own_row = 1 + kept  # while its own trunk runs
-        # Of the room for a trunk, how much of it branches fill at most that are no single path: small
-        # nodes, of which each would cost two passes as a trunk of its own.
+        # Share of a trunk's room that branches which are no single path may fill: small nodes, each of
+        # which would cost two passes as a trunk of its own.
         self.branches = 0.25
         self.sizes = list(lens)  # of subtrees
         self.children: list[list[int]] = [[] for _ in lens]

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def _change(clients: Any) -> None:
-    """Of a verl that has another client, samples stay cut where they were resumed, and the log says so."""
+    """Wraps the client's generate; with another client samples stay cut where they resumed, and the log says so."""
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         async def generate(self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **kwargs: Any) -> Any:

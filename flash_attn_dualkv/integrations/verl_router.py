@@ -122,7 +122,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Home:
-    """Where a prompt's samples go."""
+    """The replica that a prompt's samples go to."""
 
     server: str
     ends: int | None = None  # count of ended requests from which on an idle one is over; None while some run

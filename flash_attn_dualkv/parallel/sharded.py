@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checks
-from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
 from ..host import device_of_group, untraced
 from ..layout import SharedPromptLayout
@@ -87,7 +86,7 @@ class DividedLayout(SharedPromptLayout):
         checks.instance("values", values, Tensor)
         size = values.shape[dim] if values.dim() else 0
         if size != self.num_tokens:
-            raise SharedPromptError(explain("values", f"the {self.num_tokens} rows of the layout", size))
+            raise SharedPromptError("values", f"the {self.num_tokens} rows of the layout", size)
         filler = values.new_full((*values.shape[:dim], 1, *values.shape[dim:][1:]), fill)
         return torch.cat([values, filler], dim).index_select(dim, self._rows.to(values.device))
 
@@ -98,7 +97,7 @@ class DividedLayout(SharedPromptLayout):
         """
         checks.instance("values", values, Tensor)
         if values.dim() < 1 or len(values) != len(self._rows):
-            raise SharedPromptError(explain("values", f"this rank's {len(self._rows)} rows", tuple(values.shape)))
+            raise SharedPromptError("values", f"this rank's {len(self._rows)} rows", tuple(values.shape))
         whole = values.new_zeros((self.num_tokens + 1, *values.shape[1:]))
         return self.sum(whole.index_copy(0, self._rows.to(values.device), values)[:-1])
 
@@ -139,14 +138,14 @@ def check_group(group: Any) -> None:
     """SharedPromptTypeError unless it is a process group."""
     if not dist.is_available() or not dist.is_initialized() or not isinstance(group, dist.ProcessGroup):
         expected = "a process group of an initialised torch.distributed"
-        raise SharedPromptTypeError(explain("group", expected, checks.describe(group)))
+        raise SharedPromptTypeError("group", expected, checks.describe(group))
 
 
 def check_divided(layout: Any, whole: SharedPromptLayout) -> None:
     """SharedPromptError unless the layout is that of a batch, divided."""
     checks.instance("layout", layout, DividedLayout, " (UlyssesLayout.of, ContextLayout.of)")
     if not layout.is_like(whole):
-        raise SharedPromptLayoutError(explain("layout", "the batch's, divided", "that of another batch"))
+        raise SharedPromptLayoutError("layout", "the batch's, divided", "that of another batch")
 
 
 def all_gather(own: Tensor, group: Any, *, async_op: bool = False) -> tuple[Tensor, Any]:
@@ -204,11 +203,11 @@ def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
     failed = next((rank for rank in found[0] if rank != _UNKNOWN), None)
     if failed is not None:
         expected, got = "ranks that all come to this micro-batch", f"an error on rank {failed}, which says there why"
-        raise SharedPromptError(explain("group", expected, got))
+        raise SharedPromptError("group", expected, got)
     differing = [name for name, values in zip(_COMMON, found[1:]) if len({*values} - {_UNKNOWN}) > 1]
     if differing:
         expected = "the same on all ranks that divide its row (a sampler gives them the same samples)"
-        raise SharedPromptError(explain("batch", expected, f"other {', '.join(differing)} on some"))
+        raise SharedPromptError("batch", expected, f"other {', '.join(differing)} on some")
 
 
 def _gathered(groups: Sequence[Any], numbers: Tensor) -> list[list[int]]:

@@ -110,9 +110,9 @@ def weights() -> list[Weight]:
     words = sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md"))
     return [
         Weight("package without contrib", lines_of(package) - lines_of(contrib), 10_800, 13_626),
-        Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 8_402),
+        Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 8_398),
         Weight("contrib", lines_of(contrib), 1_000),
-        Weight("tests", lines_of("tests"), 18_000, 27_027),
+        Weight("tests", lines_of("tests"), 18_000, 27_026),
         Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_253),
         Weight("words of docs/*.md", words, 17_000),
         Weight("variables called one", sum(source.names("one") for source in everything), 500),

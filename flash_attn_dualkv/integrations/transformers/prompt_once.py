@@ -232,7 +232,7 @@ def _common_string(letters: str, ranks: Any) -> list[tuple[str, bool]]:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """What replicates or shards a model.
+    """A wrapper that replicates or shards a model, or none.
 
     Attributes:
         no_sync: context of backwards whose gradients are not reduced.
@@ -357,7 +357,7 @@ class _Backward:
             dummies.append(root)
 
     def scores(self) -> PartScores:
-        """Of all sequences."""
+        """The scores of all sequences."""
         found, lens = self._found, self.batch.response_lens
         tokens = torch.cat([part.tokens for part in found])
 

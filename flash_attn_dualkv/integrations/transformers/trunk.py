@@ -184,7 +184,7 @@ class Pieces:
         return root_of(None, scores)
 
     def part_scores(self, piece: Piece, leaves: Scores, scores: Scores) -> PartScores:
-        """Of the sequences that end in a piece: from the leaves of the trunks above, and what the piece has scored."""
+        """Scores of the sequences that end in a piece, from leaves of trunks above and what the piece scores."""
         sequences, scored = self.sequences_of(piece), self.scored_in(piece)
         above = len(leaves[0]) if leaves else 0
         self.where[scored] = torch.arange(above, above + len(scored))
@@ -216,7 +216,7 @@ class Trunk:
         self.piece, self._pieces, self._above, self._index = piece, pieces, above, index
         self._kept_begins: dict[int, int] = {} if above is None else above.begins
         self._kept_rows: int = 0 if above is None else above.rows
-        # Of nodes among the rows that are kept for parts.
+        # Begins of nodes among the rows that are kept for parts.
         self.begins: dict[int, int] = dict(self._kept_begins)
         self.rows: int = self._kept_rows
         for node in piece.nodes:
@@ -257,7 +257,7 @@ class Trunk:
             self._graph = scores
         else:  # some PyTorch's autocast keeps weights that were cast without gradients
             torch.clear_autocast_cache()
-        # What the trunk does not score is not read either.
+        # Scores behind those of the trunk are of a row that only wrappers want.
         scored = len(pieces.scored_in(self.piece))
         self._own_leaves = tuple(score.detach()[:scored].requires_grad_() for score in scores)
         above = self._leaves_above

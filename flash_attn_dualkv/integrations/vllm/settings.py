@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ... import checks
-from ...checks import explain
 from ...data.prefix_tree import Boundary, checked_boundary
 from ...errors import SharedPromptError
 
@@ -52,7 +51,7 @@ def read_settings(additional_config: Any, batch_invariant: bool) -> Settings:
     unknown = set(found) - set(Settings._fields) if isinstance(found, dict) else {found}
     if unknown:
         expected = f"a dict of {', '.join(Settings._fields)}"
-        raise SharedPromptError(explain(name, expected, ", ".join(map(repr, unknown))))
+        raise SharedPromptError(name, expected, ", ".join(map(repr, unknown)))
     asked = Settings(**found)
     exact = asked.exact
     if exact is not None:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import explain
 from ...data.prefix_tree import SHIFTS
 from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
@@ -196,7 +195,7 @@ class Sharing:
             SharedPromptError: graphs hold the plan, and would replay that of another step.
         """
         if self._is_captured:
-            raise SharedPromptError(explain("max_seq_len", f"at most {most} keys (max_model_len)", keys))
+            raise SharedPromptError("max_seq_len", f"at most {most} keys (max_model_len)", keys)
         self.refuse(f"requests of {keys} keys, more than max_model_len")
 
     def say(self, whose: str, reason: str) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
 
 
@@ -84,7 +83,7 @@ def installed() -> Version:
     if not found:
         oldest, newest = (".".join(map(str, numbers)) for numbers in (min(DIFFERENCES), NEWEST))
         expected = f"{oldest} to {newest}, or newer, for the attention backend CUSTOM"
-        raise SharedPromptUnsupportedError(explain("vllm", expected, importlib.import_module("vllm").__version__))
+        raise SharedPromptUnsupportedError("vllm", expected, importlib.import_module("vllm").__version__)
     return found[-1]
 
 
@@ -102,4 +101,4 @@ def check_names() -> None:
         known = {*dir(found), *getattr(found, "__dataclass_fields__", ()), *(code.co_names if code else ())}
         lacking = ", ".join(name for name in names.split() if name not in known)
         if lacking:
-            raise SharedPromptUnsupportedError(explain(place, f"one with {lacking}", "none"))
+            raise SharedPromptUnsupportedError(place, f"one with {lacking}", "none")
