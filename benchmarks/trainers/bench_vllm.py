@@ -5,6 +5,7 @@
     python benchmarks/trainers/bench_vllm.py --shape 16x16x8192x128 --layers 8     # three minutes on one H200
     python benchmarks/trainers/bench_vllm.py --engines stock dualkv trainer --shape 16x16x1024x512 256x1x8192x128
     python benchmarks/trainers/bench_vllm.py --runner 1 --repeat 3           # vLLM's first model runner
+    python benchmarks/trainers/bench_vllm.py --model qwen3.5-27b --shape 16x16x8192x128 16x16x16384x128    # a hybrid
 
 A shape is groups x responses x prompt tokens x new tokens, or fewest-most of these. Each engine is a process of its own
 with a time limit, with random weights; requests are submitted one by one in a random order, and prompts are random
@@ -27,7 +28,9 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, Result, gpu_folder, parser_of
-from vllm_rig import ENGINES, Engine, describe, draw_prompts, run_engines, running, tell
+from vllm_rig import ENGINES, HYBRIDS, Engine, describe, draw_prompts, run_engines, running, tell
+
+from flash_attn_dualkv.model_shape import MODELS
 
 FOLDER = RESULTS / "trainers" / "vllm"
 WARM_UP_TOKENS = 8
@@ -82,7 +85,7 @@ def child(engine: Engine) -> None:
     length = max(prompt + most for _, _, prompt, _, most in engine.rollouts) + 16
     begin = time.perf_counter()
     with running(engine, requests, length) as llm:
-        known = {"model": engine.model, "layers": engine.layers, "backend": engine.backend, "exact": engine.exact}
+        known: dict[str, Any] = {"layers": engine.layers, "backend": engine.backend, "exact": engine.exact}
         known |= {"device": torch.cuda.get_device_name(), "startup_s": time.perf_counter() - begin}
         for groups, n, prompt, least, most in engine.rollouts:
             roll_out(llm, groups, n, prompt, WARM_UP_TOKENS, WARM_UP_TOKENS, seed=0)
@@ -107,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--engines", nargs="+", default=["stock", "dualkv"], choices=list(ENGINES))
     parser.add_argument("--shape", nargs="+", type=rollout, default=[[16, 16, 8192, 128, 128]], metavar="GxNxPxNEW")
-    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--model", default="qwen3-8b", choices=[*MODELS, *HYBRIDS])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--runner", choices=["1", "2"], help="of vLLM (default: its own)")
@@ -119,10 +122,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     names = ("model", "layers", "repeat", "runner")
     settings = {"rollouts": options.shape} | {name: getattr(options, name) for name in names}
+    settings |= HYBRIDS.get(options.model, {})
     rows = []
     for name in options.engines:  # one after another: they would share the host
         (found,) = run_engines(__file__, [(name, settings)], options.limit_s)
-        rows += [{"who": name} | row for row in found]
+        rows += [{"who": name, "model": options.model} | row for row in found]
     if rows:
         gpu = rows[0]["device"]
         Result(options, FOLDER, gpu_folder(gpu), gpu).add(*rows, line=line)

@@ -9,8 +9,9 @@ greedy: greedy tokens and their log-probabilities of an engine on this package a
 first token that differs. Differences must not be larger than those between two of vLLM's own backends.
 features: the same with a Gemma-2-like model (softcaps, windows), a gpt-oss-like one (sinks, windows, experts), a
 Qwen2.5-like one, with speculation by n-grams, behind sleep at both levels with other weights, with two adapters of LoRA
-in chunks of prompts and a cache so small that requests are preempted, and with tensor parallelism over two GPUs, where
-there are two (vllm_engines.json).
+in chunks of prompts and a cache so small that requests are preempted, with hybrids of which one layer attends
+(Qwen3-Next-like with states of bf16 and of fp32, Nemotron-H-like; the second runner of vLLM before 0.30 refuses the
+first two), and with tensor parallelism over two GPUs, where there are two (vllm_engines.json).
 invariant: with VLLM_BATCH_INVARIANT=1, log-probabilities of a request alone, among its siblings, and among copies of
 its prompt that share nothing, are equal to the bit; so are those of prompts that come in chunks. vLLM's own backend may
 differ.

@@ -31,9 +31,12 @@ Found = TypeVar("Found")
 MARK = "RESULT "  # in front of lines of results
 # Settings and environment of engines, by the names under which they are measured, and settings of
 # features. Arctic Inference's forest cascade takes the first runner, and its graphs leave attention
-# out. In speculation tokens are few, so that one that is sampled has been in the prompt.
+# out. In speculation tokens are few, so that one that is sampled has been in the prompt. Models are
+# shapes that `flash_attn_dualkv.predict` lacks: of layers with states, 1 of 4 attends. Qwen3-Next's
+# code needs experts: every eighth layer of qwen3.5-27b has two, which all tokens take, of the size
+# of its MLP together. FlashInfer's prefill of states would be compiled where the engine starts.
 _READ: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("vllm_engines.json").read_text())
-ENGINES, FEATURES = _READ["engines"], _READ["features"]
+ENGINES, HYBRIDS, FEATURES = _READ["engines"], _READ["models"], _READ["features"]
 
 
 @dataclass
@@ -260,8 +263,14 @@ def set_weights(model: torch.nn.Module, seed: int = 0) -> None:
             one.normal_(0.0, width, generator=draw)
         elif name.endswith("bias"):
             one.normal_(0.0, 0.1, generator=draw)
+        elif name.endswith((".A_log", ".A")):  # of states, which forget half of a token in 3 to 400 steps
+            one.uniform_(-6.0, -1.0, generator=draw)
+            if name.endswith(".A"):  # as vLLM keeps it
+                one.exp_().neg_()
         else:  # of norms: weights of 1 hide most differences of their sums
             one.uniform_(0.5, 1.5, generator=draw).mul_(2.0 if "q_norm" in name else 1.0)
+            if type(model.get_submodule(name.rpartition(".")[0])).__name__ == "GemmaRMSNorm" and not is_scaled:
+                one.sub_(1.0)  # which it adds
 
 
 def refuse_certain(logprob: float) -> None:
@@ -287,8 +296,12 @@ def describe(llm: Any) -> dict[str, Any]:
 
 def describe_worker(worker: Any) -> dict[str, Any]:
     """What one of vLLM's workers, wrapped or not, knows."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
     runner = ask(worker, "worker.model_runner") or ask(worker, "model_runner")
-    builder = ask(runner, "attn_groups.0.0.metadata_builders.0")
+    groups = itertools.chain.from_iterable(runner.attn_groups)
+    builders = [builder for group in groups for builder in group.metadata_builders]
+    builder = next(builder for builder in builders if isinstance(builder.kv_cache_spec, AttentionSpec))
     found: dict[str, Any] = {"runner": type(runner).__module__, "backend": type(builder).__module__}
     counted = ask(builder, "_sharing.statistics")
     if counted is not None:

@@ -10,12 +10,14 @@ import sys
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_vllm
 import check_vllm
 import mismatch_vllm
 import pytest
+import torch
 import vllm_rig
 
 
@@ -66,7 +68,7 @@ def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         (
             partial(check_vllm.check_features, others),
             "speculative_config",
-            21,
+            30,
             "stock    against stock, together: 2 of 2 tokens",
         ),
         (check_vllm.check_invariant, "max_num_batched_tokens", 3, "dualkv_invariant: alone equal to the bit"),
@@ -103,6 +105,48 @@ def test_engines_on_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     }  # fmt: skip
 
 
+class GemmaRMSNorm(torch.nn.Module):
+    """Stands for vLLM's, which adds 1 to its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8))
+
+
+def test_weights_of_states() -> None:
+    """States of linear layers keep tokens for a while: neither all of them nor, with a decay above 1, ever more."""
+    model = torch.nn.ModuleDict({"gdn": torch.nn.Module(), "mamba": torch.nn.Module(), "norm": GemmaRMSNorm()})
+    model["gdn"].A_log = torch.nn.Parameter(torch.zeros(32))
+    model["gdn"].dt_bias = torch.nn.Parameter(torch.zeros(32))
+    model["gdn"].conv1d = torch.nn.Conv1d(8, 8, 4, groups=8, bias=False)
+    model["mamba"].A = torch.nn.Parameter(torch.zeros(32))
+    vllm_rig.set_weights(model)
+    for rates in (-model["gdn"].A_log.detach().exp(), model["mamba"].A.detach()):
+        kept = torch.exp(rates * 0.7)  # 0.7 is softplus of 0
+        assert 0.7 < float(kept.min()) < 0.9 and 0.99 < float(kept.max()) < 1
+    assert 0.3 < float(model["gdn"].conv1d.weight.detach().std()) < 0.7
+    assert (
+        0 < float(model["gdn"].dt_bias.detach().abs().max()) < 1
+        and float(model["norm"].weight.detach().abs().max()) <= 0.5
+    )
+
+
+def test_description_of_a_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are those of the first builder of attention, which may follow builders of states."""
+
+    class AttentionSpec:
+        pass
+
+    counted = SimpleNamespace(steps={"decode": 3}, stock={"prompts alone": 1})
+    attention = SimpleNamespace(kv_cache_spec=AttentionSpec(), _sharing=SimpleNamespace(statistics=counted))
+    states = SimpleNamespace(kv_cache_spec=object())
+    groups = [[SimpleNamespace(metadata_builders=[builder])] for builder in (states, attention)]
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_groups=groups))
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", SimpleNamespace(AttentionSpec=AttentionSpec))
+    found = vllm_rig.describe_worker(worker)
+    assert found["steps"] == {"decode": 3} and found["stock_steps"] == {"prompts alone": 1}
+
+
 def test_differences() -> None:
     """Differences count up to the first token that one of all has sampled otherwise; without any, nothing fits."""
     one = [[1, 2, 3], [4, 5, 6]], [[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]]
@@ -121,7 +165,8 @@ STEP = {"groups": 1, "n": 2, "prompt": 3, "new": "4", "step_ms": 1.5, "step_ms_1
 
 
 @pytest.mark.parametrize(
-    ("module", "row"), [(bench_vllm, STEP | {"tokens_per_s": 5.0, "device": "NVIDIA H200"}), (mismatch_vllm, ROW)]
+    ("module", "row"),
+    [(bench_vllm, STEP | {"model": "qwen3-8b", "tokens_per_s": 5.0, "device": "NVIDIA H200"}), (mismatch_vllm, ROW)],
 )
 def test_rows_of_engines(module: Any, row: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows of the engines that did not fail are written, and the exit status says that one has failed."""
