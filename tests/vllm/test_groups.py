@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,5 +199,12 @@ def test_first_line(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     assert "nothing is shared, as vLLM's prefix cache is off: enable_prefix_caching=True" in line
     line = first(parallel__use_ubatching=True)
     assert "0 of 6 layers" in line and "3 are vLLM's own: steps in two halves" in line
+    resumed = "samples that verl resumes are cut there"
+    assert resumed not in line
+    monkeypatch.setitem(sys.modules, "verl", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, backend._VERL_CLIENT, raising=False)
+    assert resumed in first()
+    importlib.import_module(backend._VERL_CLIENT)  # verl's entry point
+    assert resumed not in first()
     monkeypatch.setattr(vllm, "__version__", "0.40.1")
     assert "this vLLM is newer than 0.33, the newest that is known" in first()

@@ -34,7 +34,7 @@ from vllm_steps import DECODING, speculator
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations.common.patching import stock_of
-from flash_attn_dualkv.integrations.vllm import backend, versions
+from flash_attn_dualkv.integrations.vllm import backend, log, versions
 from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
 from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
 
@@ -276,8 +276,41 @@ def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
     with caplog.at_level("INFO"):
         for _ in range(2):
             statistics.count_shared(common.block_table_tensor, 6, common.seq_lens, torch.from_numpy(cuts), 16, False)
-    assert "4 layers: a step of 6 requests reads" in caplog.text and "2 groups of 2.5 siblings" in caplog.text
+    assert "4 layers: a step of 6 requests reads" in caplog.text
+    assert "2 groups of 2.5 siblings, 1 requests alone" in caplog.text
     assert "steps: 2 of decoding, 0 mixed, vLLM's own 1 (prompts alone)" in caplog.text
+
+
+def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few siblings among many requests: the log says once what to set, but not for the last requests of a rollout."""
+    said: list[str] = []
+    monkeypatch.setattr(log.logger, "log", lambda level, message, *rest: said.append(message % rest))
+    monkeypatch.setattr(log.logger, "info", lambda *_: None)
+
+    def read(statistics: Statistics, groups: int, siblings: int, alone: int = 0) -> str:
+        """A step of so many groups of so many siblings, with a page each of their prompt, and requests alone."""
+        said.clear()
+        firsts = np.concatenate([np.repeat(np.arange(groups), siblings), groups + np.arange(alone)])
+        table = torch.from_numpy(np.stack([firsts, 10_000 + np.arange(len(firsts))], axis=1).astype(np.int32))
+        keys, cuts = (
+            torch.full((len(firsts),), 20, dtype=torch.int32),
+            torch.full((len(firsts),), 16, dtype=torch.int32),
+        )
+        for _ in range(2):
+            statistics.count_shared(table, 2, keys, cuts, 16, False)
+        return "".join(said)
+
+    def fresh() -> Statistics:
+        return Statistics(1e-9, "4 layers", SimpleNamespace())
+
+    scattered = fresh()
+    text = read(scattered, 60, 3, alone=76)
+    assert "256 requests have 136 prompts" in text and "docs/notes/routers.md" in text
+    assert read(scattered, 60, 3, alone=76) == ""  # once
+    assert "router_config_path=$(python -m flash_attn_dualkv.integrations.verl.router)" in read(fresh(), 0, 0, alone=16)
+    together = fresh()
+    assert read(fresh(), 0, 0, alone=15) == read(together, 16, 3) == read(together, 0, 0, alone=20) == ""
+    assert "20 requests have 20 prompts" in read(fresh(), 0, 0, alone=20)
 
 
 def test_statistics_of_many_pages() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import sys
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ from .versions import NEWEST, installed, release
 _VERSION = installed()
 _SHARED = "dualkv_shared"  # of a step's metadata
 _PROMPTS = "dualkv_prompts"  # of a step's metadata: the metadata of the requests after those that decode
+_VERL_CLIENT = "flash_attn_dualkv.integrations.verl_client"  # verl imports it with itself, in its engines too
 
 
 class SharedPrefixBackend(FlashAttentionBackend):
@@ -227,6 +229,8 @@ def say_layers(vllm_config: Any) -> None:
         lines.append(f"requests share blocks of {cache.block_size} tokens, of vLLM's prefix cache")
     else:
         lines.append("nothing is shared, as vLLM's prefix cache is off: enable_prefix_caching=True")
+    if "verl" in sys.modules and _VERL_CLIENT not in sys.modules:
+        lines.append("samples that verl resumes are cut there: its VERL_USE_EXTERNAL_PLUGINS leaves this package out")
     if release() > NEWEST:
         lines.append(f"this vLLM is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that is known")
     say_once("; ".join(lines), vllm_config, logging.INFO)

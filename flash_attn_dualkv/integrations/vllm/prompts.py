@@ -51,7 +51,11 @@ def note(lengths: Any) -> None:
 
 
 def _first_prompt(params: Any, length: int) -> int:
-    """Tokens of the prompt that a request's sample began with: all of its own, or what its extra_args say."""
+    """Tokens of the prompt that a request's sample began with: all of its own, or what its extra_args say.
+
+    Without the entry a resumed sample cannot be told from one with a longer prompt: vLLM gets a new request under a new
+    id, with nothing of the old one but its tokens, which another prompt may continue, too.
+    """
     extra = getattr(params, "extra_args", None) or {}  # pooling has no parameters
     if FIRST_PROMPT not in extra:
         return length

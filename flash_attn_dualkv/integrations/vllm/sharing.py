@@ -82,7 +82,7 @@ class Sharing:
         # Windows are never divided: the states of divided walks would be memory that nothing uses.
         self._walks = settings.walks if reads_all else "trainer"
         self._whose = f"{len(layers)} layers"
-        self.statistics = Statistics(settings.log_interval * reads_all, self._whose)
+        self.statistics = Statistics(settings.log_interval * reads_all, self._whose, engine)
         self._layers = layers
         self._plan: SharedPrefixPlan | None = None
         self._is_ready = False  # whether the plan is known to be that of the layers' cache

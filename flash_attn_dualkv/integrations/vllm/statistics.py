@@ -7,6 +7,7 @@ the device, and looked at when it is there.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from typing import Any, NamedTuple
@@ -15,7 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .log import logger
+from .log import logger, say_once
+
+# Among so many requests, with fewer than so many to a prompt, the log says what keeps siblings together.
+_MANY, _FEW_SIBLINGS = 16, 3
+_ROUTER = "router_config_path=$(python -m flash_attn_dualkv.integrations.verl.router)"
 
 
 class Reading(NamedTuple):
@@ -27,12 +32,17 @@ class Reading(NamedTuple):
     groups: int
     siblings: int  # requests in the groups
 
+    @property
+    def prompts(self) -> int:
+        """Distinct ones: requests that share nothing have one each."""
+        return self.groups + self.requests - self.siblings
+
     def __str__(self) -> str:
         read = 100.0 * (self.keys - self.saved) / max(self.keys, 1)
         each = self.siblings / max(self.groups, 1)
         return (
             f"a step of {self.requests} requests reads {read:.1f}% of its {self.keys} keys, those shared once; "
-            f"{self.groups} groups of {each:.1f} siblings"
+            f"{self.groups} groups of {each:.1f} siblings, {self.requests - self.siblings} requests alone"
         )
 
 
@@ -59,14 +69,16 @@ class Statistics:
     Args:
         interval: seconds between two lines; 0: none.
         whose: the builder's layers, in words.
+        engine: vLLM's configuration, for which advice is said once.
     """
 
-    def __init__(self, interval: float, whose: str) -> None:
-        self.interval, self.whose = interval, whose
+    def __init__(self, interval: float, whose: str, engine: Any = None) -> None:
+        self.interval, self.whose, self._engine = interval, whose, engine
         self.steps: Counter[str] = Counter()  # "decode", "mixed"
         self.stock: Counter[str] = Counter()  # reasons
         self._last = time.monotonic() if interval else 0.0
         self._pending: tuple[list[Tensor], int, Any] | None = None
+        self._most = 0  # requests of a step that was read
 
     def count_stock(self, reason: str) -> None:
         """A step that is vLLM's own."""
@@ -100,7 +112,25 @@ class Statistics:
             return
         self._pending = None
         table, keys, cuts = (copy.numpy() for copy in copies)
-        logger.info("flash_attn_dualkv, %s: %s", self.whose, self.line(read_table(table, keys, cuts, page_size)))
+        reading = read_table(table, keys, cuts, page_size)
+        logger.info("flash_attn_dualkv, %s: %s", self.whose, self.line(reading))
+        self._advise(reading)
+
+    def _advise(self, reading: Reading) -> None:
+        """Say once what keeps siblings together, if few are.
+
+        An engine sees its own requests alone: how many samples of a prompt there are is for the reader to know. The
+        last requests of a rollout are those of many prompts, wherever their siblings were.
+        """
+        self._most = max(self._most, reading.requests)
+        if reading.requests < max(_MANY, self._most / 2) or reading.requests >= _FEW_SIBLINGS * reading.prompts:
+            return
+        text = (
+            f"{reading.requests} requests have {reading.prompts} prompts. If more samples of each are drawn than that, "
+            "the others wait or are on other replicas. A router that keeps siblings together lets them share: "
+            f"in verl actor_rollout_ref.rollout.{_ROUTER}, in others docs/notes/routers.md"
+        )
+        say_once(text, self._engine, logging.INFO)
 
     def line(self, reading: Reading) -> str:
         """A line of the log."""
