@@ -35,8 +35,9 @@ MARK = "RESULT "  # in front of lines of results
 # shapes that `flash_attn_dualkv.predict` lacks: of layers with states, 1 of 4 attends. Qwen3-Next's
 # code needs experts: every eighth layer of qwen3.5-27b has two, which all tokens take, of the size
 # of its MLP together. FlashInfer's prefill of states would be compiled where the engine starts.
-_READ: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("vllm_engines.json").read_text())
+_READ: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("vllm_engines.json").read_text())
 ENGINES, HYBRIDS, FEATURES = _READ["engines"], _READ["models"], _READ["features"]
+PLACEMENTS: dict[str, str] = _READ["placements"]  # see replicas.py
 
 
 @dataclass
@@ -50,6 +51,8 @@ class Engine:
         graphs: vLLM's mode of CUDA graphs; None: its default.
         runner: "1" or "2", vLLM's model runner; None: its default.
         rollouts: groups, responses of each, tokens of a prompt, fewest and most tokens of a response.
+        routers: which divide a rollout among replicas; then the last of its numbers is the mean of lengths.
+        replicas, replica: how many, and which one is run; None: the one that replicas.py expects to end last.
         repeat: runs of each of them behind the warm-up.
         options: more arguments of vLLM's LLM.
         config: entries of the model's configuration, in place of those of its shape.
@@ -64,6 +67,9 @@ class Engine:
     graphs: str | None = None
     runner: str | None = None
     rollouts: list[list[int]] = field(default_factory=list)
+    routers: list[str] = field(default_factory=list)
+    replicas: int = 1
+    replica: int | None = None
     repeat: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import random
 import subprocess
 import sys
@@ -19,10 +18,12 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed: see docs/trainers.md")
 
 import ray
+import replicas
 from hydra import compose, initialize_config_dir
 from verl.workers.rollout import router as verl_router
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import TokenOutput
+from vllm_rig import PLACEMENTS
 
 from flash_attn_dualkv.errors import SharedPromptError
 from flash_attn_dualkv.integrations import verl_client
@@ -316,32 +317,26 @@ def test_determinism_depends_on_the_prompt_only() -> None:
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
-def lengths(prompts: int, samples: int, mean: int, correlation: float, seed: int) -> dict[tuple[int, int], int]:
-    """Log-normal, clipped at twice the mean, those of a prompt correlated."""
-    draw = random.Random(seed).gauss
-    found = {}
-    for prompt in range(prompts):
-        common = draw(0, 1)
-        for sample in range(samples):
-            z = math.sqrt(correlation) * common + math.sqrt(1 - correlation) * draw(0, 1)
-            found[prompt, sample] = max(1, min(2 * mean, round(mean * math.exp(0.7 * z - 0.7**2 / 2))))
-    return found
-
-
 def step(made: Any, seed: int) -> tuple[float, float]:
     """Samples that meet, and tokens of the replica with most over the mean: 128 x 16 sent by eight workers at once."""
-    tokens = lengths(128, 16, 512, 0.5, seed)
-    order, share = random.Random(seed), len(tokens) // 8
-    queues = [[*tokens][share * worker : share * (worker + 1)] for worker in range(8)]
+    tokens = replicas.draw_lengths(128, 16, 512, 0.5, seed)
     where: dict[int, set[str]] = defaultdict(set)
     load: Counter[str] = Counter()
-    while queues := [queue for queue in queues if queue]:
-        group, sample = order.choice(queues).pop(0)
+    for group, sample in replicas.submitted(128, 16, seed):
         fields = {name: [group] * 2048 for name in made.require_acquire_fields()}
         server, _ = made.acquire_server(f"{group} {sample}", **fields)
         where[group].add(server)
         load[server] += tokens[group, sample]
     return 16 * 128 / sum(map(len, where.values())), 8 * max(load.values()) / sum(load.values())
+
+
+@pytest.mark.parametrize("count", [int(count) for count in PLACEMENTS])
+def test_placements_of_the_benchmark_are_verls(count: int) -> None:
+    """bench_vllm.py replays them where verl is not installed."""
+    random.seed(0)
+    made = verl_router.GlobalRequestLoadBalancer({str(i): i for i in range(count)})
+    placed = PLACEMENTS[str(count)]
+    assert placed == "".join(made.acquire_server(str(request))[0] for request in range(len(placed)))
 
 
 def test_siblings_of_a_step_meet() -> None:

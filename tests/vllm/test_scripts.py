@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -17,8 +18,11 @@ import bench_vllm
 import check_vllm
 import mismatch_vllm
 import pytest
+import replicas
 import torch
 import vllm_rig
+
+from flash_attn_dualkv.model_shape import ModelShape
 
 
 def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +162,56 @@ def test_differences() -> None:
     assert count == 0 and not any(value <= 1e9 for value in nothing)
     with pytest.raises(ValueError, match="certain"):
         vllm_rig.refuse_certain(-1e-5)
+
+
+@pytest.mark.parametrize("router", ["verl", "siblings"])
+def test_lists_of_replicas(router: str) -> None:
+    """All requests of a step are on one of the replicas, whichever router; this package's keeps prompts together."""
+    lists = replicas.lists_of(router, 32, 16, 8192, 512, 2)
+    lengths = replicas.draw_lengths(32, 16, 512, 0.5, 0)
+    assert sorted(itertools.chain(*lists)) == sorted((prompt, new) for (prompt, _), new in lengths.items())
+    assert max(lengths.values()) == 1024 and 450 < sum(lengths.values()) / 512 < 550
+    copies = sum(len(dict(found)) for found in lists)
+    assert copies == 64 if router == "verl" else copies <= 40
+    with pytest.raises(ValueError, match="at most 2048 requests, got 4096"):
+        replicas.lists_of("verl", 256, 16, 8192, 512, 8)
+
+
+def test_modelled_seconds() -> None:
+    """Keys of a prompt are read for each request, or as long as one of its own runs; weights in every step."""
+    shape, requests = ModelShape(4, 64, 128, 8, 2, 16), [(0, 10), (0, 30), (1, 20)]
+    apart, shared = (replicas.model_seconds(requests, 1000, shape, 4, is_shared) for is_shared in (False, True))
+    row = 2 * 2 * 2 * 16 * 4 / replicas.COPY_RATE  # K and V in bf16
+    assert apart - shared == pytest.approx(10 * 1000 * row)
+    prefill = 4 * shape.token_flops(2000, "forward") / replicas.MATRIX_RATE
+    own = 55 + 465 + 210
+    weights = 30 * 4 * 2 * shape.layer_weights / replicas.COPY_RATE
+    assert shared == pytest.approx(prefill + weights + (50 * 1000 + own) * row)
+
+
+def test_replicas_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each live replica has a process and a GPU, and the last one's seconds are said; else the one that ends last."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    found = STEP | {"router": "verl", "run": 0, "seconds": 7.0, "model_s": 6.0, "prompts": 3, "tokens_per_s": 5.0}
+    engines = Engines(found | {"device": "NVIDIA H200"}, "no engine")
+    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+    arguments = ["--engines", "dualkv", "--routers", "verl", "--replicas", "2", "--out", str(tmp_path), "--commit", "0"]
+    assert bench_vllm.main([*arguments, "--live"]) == 0 and engines.count == 2
+    settings = [json.loads(command[-1]) for command in engines.commands]
+    assert [engine["replica"] for engine in settings] == [0, 1] and settings[0]["options"][
+        "kv_cache_memory_bytes"
+    ] > 2e10
+    assert "('dualkv', 'verl', 0): 2 replicas, the last one's 7.0 s" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench_vllm.main([*arguments, "--live", "--replicas", "4"])
+    with pytest.raises(SystemExit):
+        bench_vllm.main([*arguments, "--model", "qwen3.5-27b"])
+    engine = vllm_rig.Engine(backend="CUSTOM", routers=["verl", "siblings"], replicas=2)
+    (first, apart), (second, together) = bench_vllm.cases(engine, [32, 16, 8192, 512, 512], 1)
+    assert first["prompts"] == 32 and second["prompts"] < 20 and len(apart) == first["requests"] == 256
+    assert second["model_s"] < first["model_s"] and max(new for _, new in together) == 1024
 
 
 ROW = {"mean": 0.5, "largest": 1, "k3": 0, "equal": 0.25, "first_token": 0, "logprob": -3, "device": "NVIDIA H200"}
