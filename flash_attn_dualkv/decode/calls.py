@@ -144,10 +144,9 @@ def check_table(block_table: Any, device: torch.device, most_columns: int = MAX_
         raise ValueError(explain("block_table", "contiguous columns (stride 1)", f"stride {block_table.stride(1)}"))
 
 
-def check_step(step: Step, device: torch.device, most_columns: int = MAX_ROWS) -> None:
-    """TypeError or ValueError for a step that no implementation may be handed."""
+def check_step(step: Step, device: torch.device) -> None:
+    """TypeError or ValueError for a step that no implementation may be handed; its table has been checked."""
     limits = step.limits
-    check_table(step.block_table, device, min(most_columns, MOST_KEYS // limits.page_size))
     requests = step.block_table.shape[0]
     if requests > limits.max_requests:
         raise ValueError(explain("block_table", f"at most {limits.max_requests} requests (max_requests)", requests))

@@ -153,16 +153,16 @@ class SharedPrefixPlan:
                 ones give wrong numbers, but never an access outside of the cache.
         """
         self._step = self.seen = None
-        check_table(block_table, self.device)
+        check_table(block_table, self.device, self.max_pages_per_request)
         if num_queries is None:
             num_queries = block_table.shape[0] if cu_seqlens_q is None else self.limits.max_queries
         given = (block_table, seqlens, cu_seqlens_q, boundaries, parents, shared_pages)
         step = Step(*given, self._memory, num_queries, self.limits)
-        check_step(step, self.device, self.max_pages_per_request)
+        check_step(step, self.device)
         searched = step
         if max_seqlen is not None:  # layers, which CUDA graphs may hold, have the whole table
             pages = -(-checks.integer("max_seqlen", max_seqlen, 0, MOST_KEYS) // self.limits.page_size)
-            searched = step._replace(block_table=block_table[:, : max(pages, 1)])
+            searched = Step(block_table[:, : max(pages, 1)], *step[1:])
         make_plan(searched)
         if contents.are_checked(block_table):
             self.seen = contents.Seen(step)

@@ -75,11 +75,12 @@ def _of_first_runner(stock: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal known, lengths
         batch = runner.input_batch
         newest = id(runner), batch.num_prompt_tokens.tobytes(), [*batch.req_ids]
-        if newest != known:  # to look into 256 requests takes a hundred times as long
+        if newest != known:  # to look into 256 requests takes thirty times as long
             known, lengths = newest, batch.num_prompt_tokens.copy()
             for row, name in enumerate(batch.req_ids):
                 params = getattr(runner.requests.get(name), "sampling_params", None)
-                lengths[row] = _first_prompt(params, int(lengths[row]))
+                if getattr(params, "extra_args", None):  # without these the loop takes half as long
+                    lengths[row] = _first_prompt(params, int(lengths[row]))
         note(lengths)
         return stock(runner, *args, **kwargs)
 
