@@ -33,7 +33,7 @@ MARK = "RESULT "  # in front of lines of results
 # features. Arctic Inference's forest cascade takes the first runner, and its graphs leave attention
 # out. In speculation tokens are few, so that one that is sampled has been in the prompt. Models are
 # shapes that `flash_attn_dualkv.predict` lacks: of layers with states, 1 of 4 attends. Qwen3-Next's
-# code needs experts: every eighth layer of qwen3.5-27b has two, which all tokens take, of the size
+# code needs experts: every eighth layer of qwen3.5-27b has three, which all tokens take, of the size
 # of its MLP together. FlashInfer's prefill of states would be compiled where the engine starts.
 _READ: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("vllm_engines.json").read_text())
 ENGINES, HYBRIDS, FEATURES = _READ["engines"], _READ["models"], _READ["features"]
