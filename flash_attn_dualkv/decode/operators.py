@@ -54,12 +54,11 @@ _DECODE: dict[str, Callable[[calls.DecodeCall], Tensor]] = {"cpu": reference.dec
 
 def _check_step(step: calls.Step) -> None:
     calls.check_limits(step.limits)
-    device = step.block_table.device
-    calls.check_table(step.block_table, device, calls.MOST_KEYS // step.limits.page_size)
-    calls.check_step(step, device)
+    calls.check_table(step.block_table, step.block_table.device, calls.MOST_KEYS // step.limits.page_size)
+    calls.check_step(step, step.block_table.device)
     if not step.block_table.is_cuda or ops.forces_reference():
         return
-    least, memory = library.decode_plan_bytes(step.limits, device), step.memory
+    least, memory = library.decode_plan_bytes(step.limits, step.block_table.device), step.memory
     if memory is None or memory.dtype != torch.uint8 or not memory.is_contiguous() or memory.nbytes < least:
         expected = f"at least {least} contiguous bytes (torch.uint8), zeros at first"
         raise ValueError(explain("memory", expected, None if memory is None else tuple(memory.shape)))
