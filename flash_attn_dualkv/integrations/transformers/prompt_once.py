@@ -103,7 +103,7 @@ def shared_prompt_backward(
     plan = _agreed_plan(model, batch, max_tokens, keep, wrapper, ranks)
     options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, self_check=self_check)
     run = _Backward(model, batch, plan, loss_of, backward, wrapper, options)
-    run.all(_common_string(plan.letters, ranks if wrapper.is_sharded else None))
+    run.all(common_string(plan.letters, ranks if wrapper.is_sharded else None))
     return run.scores()
 
 
@@ -151,8 +151,11 @@ def plan_backward(
     return plan
 
 
-def kept_cost(causal_lm: Any) -> float:
-    """How many rows' activations the kept keys, values and sums of a row take, in all layers of a model."""
+def kept_cost(causal_lm: Any, element_bytes: int | None = None) -> float:
+    """How many rows' activations the kept keys, values and sums of a row take, in all layers of a model.
+
+    `element_bytes`: of activations; None: as weights are.
+    """
     layers = layer_configs(causal_lm.config)
     first, shared = layers[0], getattr(text_config(causal_lm.config), "num_kv_shared_layers", None) or 0
     width = getattr(first, "intermediate_size", None) or 4 * first.hidden_size
@@ -167,7 +170,7 @@ def kept_cost(causal_lm: Any) -> float:
     checkpoints = any(part.training and getattr(part, "gradient_checkpointing", False) for part in causal_lm.modules())
     return shape.kept_cost(
         is_checkpointed=checkpoints,
-        element_bytes=causal_lm.get_input_embeddings().weight.element_size(),
+        element_bytes=element_bytes or causal_lm.get_input_embeddings().weight.element_size(),
         kept_columns=sum(map(_kept_columns, layers[: len(layers) - shared])),
     )
 
@@ -202,7 +205,7 @@ def _agreed_plan(
     return plan
 
 
-def _common_string(letters: str, ranks: Any) -> list[tuple[str, bool]]:
+def common_string(letters: str, ranks: Any) -> list[tuple[str, bool]]:
     """The passes that all ranks run, and which of them are this rank's own: its letters in their order.
 
     Each rank's letters are put into slots of F, G, B and R, and each slot of the common string has as many of a letter

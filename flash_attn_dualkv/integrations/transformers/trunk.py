@@ -149,16 +149,26 @@ class Pieces:
 
     def run(self, piece: Piece, stage: Stage, kept_begins: dict[int, int], kept_rows: int) -> tuple[int, Scores]:
         """The number of the pass, and the scores of what a piece scores; of one row more where that is nothing."""
+        number, row = self.begin(piece, stage, kept_begins, kept_rows)
+        return number, self.score(row)
+
+    def begin(self, piece: Piece, stage: Stage, kept_begins: dict[int, int], kept_rows: int) -> tuple[int, PackedBatch]:
+        """The number of a pass, and its row; `token_index` has the rows that score `targets`."""
         lens, nodes, scored = self.cut.node_lens, piece.nodes, self.scored_in(piece)
         index = runs([self._begins[node] for node in nodes], [lens[node] for node in nodes])
         rows = torch.searchsorted(index, self._rows[scored])
         targets = self._targets[scored.to(self._targets.device)]
         place = lens, self.cut.node_parents, nodes, kept_begins, kept_rows
         number, self.passes = self.passes, self.passes + 1
-        return number, self._run_rows(index, rows, targets, *place, stage=stage, number=number)
+        return number, self._row(index, rows, targets, *place, stage=stage, number=number)
 
-    def _run_rows(self, index: Tensor, rows: Tensor, targets: Tensor, *place: Any, **options: Any) -> Scores:
-        """Scores of targets by `rows` of the pass over the rows `index` of the batch; others are `PieceLayout.of`'s.
+    def score(self, row: PackedBatch) -> Scores:
+        """Scores of the targets of a pass."""
+        scores = scored_tokens(self.model, row, row.token_index, row.targets, ancestors=self.keys, **self.options)
+        return scores if self.with_entropy else scores[:1]
+
+    def _row(self, index: Tensor, rows: Tensor, targets: Tensor, *place: Any, **options: Any) -> PackedBatch:
+        """The row of the pass over the rows `index` of the batch, whose `rows` score targets; others: `PieceLayout.of`.
 
         A pass that scores nothing runs the head over its first row: wrappers wait for the gradients of all parameters.
         """
@@ -169,22 +179,27 @@ class Pieces:
         if is_empty:
             rows, targets = rows.new_zeros(1), targets.new_zeros(1)
         layout = PieceLayout.of(*place, device=device, position_ids=positions, input_ids=ids, **options)
-        piece = replace(
+        return replace(
             batch, input_ids=ids, position_ids=positions, layout=layout, token_index=rows, targets=targets,
             own_labels=True, row_values={}, group_images={},
         )  # fmt: skip
-        scores = scored_tokens(self.model, piece, rows, targets, ancestors=self.keys, **self.options)
-        return scores if self.with_entropy else scores[:1]
 
     def run_dummy(self, *, with_gradients: bool) -> Tensor:
         """A pass over one row that owes nothing to any loss: other ranks have one here."""
         none = torch.zeros(0, dtype=torch.int64)
         with torch.set_grad_enabled(with_gradients):
-            scores = self._run_rows(none.new_zeros(1), none, self._targets[:0], [1], [-1], [0], {}, 0, number=-1)
-        return root_of(None, scores)
+            row = self._row(none.new_zeros(1), none, self._targets[:0], [1], [-1], [0], {}, 0, number=-1)
+            return root_of(None, self.score(row))
 
     def part_scores(self, piece: Piece, leaves: Scores, scores: Scores) -> PartScores:
         """Scores of the sequences that end in a piece, from leaves of trunks above and what the piece scores."""
+        sequences = self.sequences_of(piece)
+        lens = [self.batch.response_lens[index] for index in sequences]
+        tokens, found = self.gathered(piece, leaves, scores)
+        return PartScores(tuple(sequences), tokens, tuple(lens), found[0], found[1] if len(found) > 1 else None, scores)
+
+    def gathered(self, piece: Piece, leaves: Scores, scores: Scores) -> tuple[Tensor, list[Tensor]]:
+        """Which scored tokens a piece's sequences have, and the scores of these, (sum R,) each."""
         sequences, scored = self.sequences_of(piece), self.scored_in(piece)
         above = len(leaves[0]) if leaves else 0
         self.where[scored] = torch.arange(above, above + len(scored))
@@ -194,8 +209,7 @@ class Pieces:
         tokens, places = to_device([tokens, self.where[self._places[tokens]]], device)
         own = [score[: len(scored)] for score in scores]
         joined = [torch.cat(pair) for pair in zip(leaves, own)] if above else own
-        found = [score.index_select(0, places) for score in joined]
-        return PartScores(tuple(sequences), tokens, tuple(lens), found[0], found[1] if len(found) > 1 else None, scores)
+        return tokens, [score.index_select(0, places) for score in joined]
 
 
 class Trunk:
@@ -277,12 +291,20 @@ class Trunk:
         Raises:
             SharedPromptError: the trunk's keys are not there, or the part has run.
         """
+        number, row = self.begin(index)
+        yield self._pieces.part_scores(self.piece.parts[index], self.leaves, self._pieces.score(row))
+        self.end(index, number)
+
+    def begin(self, index: int) -> tuple[int, PackedBatch]:
+        """The number of a part's pass and its row, for who runs it elsewhere, and says `end` then."""
         piece = self._part(index, is_trunk=False)
         self._expect("kept")
         if index in self._passes:
             raise SharedPromptError("index", "a part that has not run", index)
-        number, scores = self._pieces.run(piece, "part", self.begins, self.rows)
-        yield self._pieces.part_scores(piece, self.leaves, scores)
+        return self._pieces.begin(piece, "part", self.begins, self.rows)
+
+    def end(self, index: int, number: int) -> None:
+        """A part has run, and is not to run again."""
         self._passes[index] = [number]
 
     def finish(self, loss_of: Loss | None = None) -> Tensor:
@@ -357,15 +379,20 @@ def check_can_be_cut(model: nn.Module, batch: PackedBatch) -> None:
     """SharedPromptError for a batch or a model whose row has to run in one pass."""
     if type(batch.layout) is not SharedPromptLayout:
         raise SharedPromptLayoutError("batch", "one with its own layout", type(batch.layout).__name__)
-    config = causal_lm_of(model).config
-    if family_of(text_config(config)) is not None:
-        expected = "attention layers alone, to be cut"
-        raise SharedPromptUnsupportedError("model", expected, f"{config.model_type}, which carries states")
     if batch.images or "position_ids" in batch.row_values:
         expected = "text, to be cut"
         got = ", ".join(batch.images) or "position_ids of several dimensions"
         raise SharedPromptUnsupportedError("batch", expected, got)
-    if (lacking := rope_of_ranks(config, batch.layout.max_sequence, "in several passes")) is not None:
+    check_model_can_be_cut(model, batch.layout.max_sequence)
+
+
+def check_model_can_be_cut(model: nn.Module, longest: int) -> None:
+    """SharedPromptError for a model whose rows of sequences of up to `longest` tokens have to run in one pass."""
+    config = causal_lm_of(model).config
+    if family_of(text_config(config)) is not None:
+        expected = "attention layers alone, to be cut"
+        raise SharedPromptUnsupportedError("model", expected, f"{config.model_type}, which carries states")
+    if (lacking := rope_of_ranks(config, longest, "in several passes")) is not None:
         raise SharedPromptUnsupportedError(lacking)
 
 
