@@ -38,6 +38,8 @@ class Options(NamedTuple):
         drop_unread: unread rows leave before the last layers.
         share_lora_dropout: LoRA's dropout draws one mask for the one copy of a prompt, where stock
             training draws one for each response: another regulariser, and not exact.
+        prompt_once: micro-batches that divide the samples of a prompt compute it once, keep its keys
+            and give it their gradients in a pass of its own. Of verl's FSDP engines.
     """
 
     enabled: bool = True
@@ -47,6 +49,7 @@ class Options(NamedTuple):
     min_shared: int | None = MIN_SHARED
     drop_unread: bool = True
     share_lora_dropout: bool = False
+    prompt_once: bool = False
 
     @property
     def first_use(self) -> dict[str, Any]:
@@ -66,6 +69,7 @@ class Options(NamedTuple):
             "min_shared": _count_or_none,
             "drop_unread": checks.flag,
             "share_lora_dropout": checks.flag,
+            "prompt_once": checks.flag,
         }
         read = {option: readers[option](name, value) for option, (name, value) in settings.items()}
         read.pop(GONE, None)
@@ -116,7 +120,7 @@ def _spelled(option: str, name: str, value: Any) -> Any:
     """The value of an option that may be given as text; what it cannot be stays text, which is refused."""
     if not isinstance(value, str):
         return value
-    if option in ("enabled", "self_check", "drop_unread", "share_lora_dropout"):
+    if isinstance(Options._field_defaults.get(option), bool):
         return spelled_flag(name, value)
     if option in (GONE, "min_shared") and not value:
         return None

@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +22,32 @@ from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
+from ...data.batch import PackedBatch
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
+from ...parallel.agreement import largest_of_ranks
 from ...parallel.sharded import same_on_all_ranks
 from ...parallel.ulysses import UlyssesLayout
+from ...pieces import KeptKeys
 from ..transformers import install_layout_hook, wrap
 from ..transformers.admission import check, table, unwrap
 from ..transformers.images import check_images, check_placeholders, placeholders_of
-from ..transformers.packed_forward import packed_forward, packed_row
+from ..transformers.packed_forward import PackedRow, packed_forward, packed_row
+from ..transformers.prompt_once import kept_cost
 from ..transformers.rope import rope_of_ranks
+from ..transformers.trunk import check_model_can_be_cut
 from . import patches
-from .micro_batches import PackedMicroBatch, images_of, pack_micro_batch, samples_with_late_images, samples_with_media
+from .micro_batches import (
+    Lengths,
+    OutputsOf,
+    PackedMicroBatch,
+    Trunks,
+    images_of,
+    pack_micro_batch,
+    packed_as,
+    samples_with_late_images,
+    samples_with_media,
+)
 from .sharing import SharedPrompts, register, take_micro_batches
 
 
@@ -94,7 +110,11 @@ class _SharedPrompts(SharedPrompts):
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         if not self._is_mine():
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
-        micro_batch = micro_batch.to(get_device_id())
+        step = functools.partial(self._forward_step, micro_batch.to(get_device_id()), loss_function, forward_only)
+        return step() if self.passes is None else self.passes.run(micro_batch, loss_function, step)
+
+    def _forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        """That of a micro-batch which has all of its prompts."""
         divides = self.refusal is None and self._ulysses_ranks() > 1
         with same_on_all_ranks(*[transformer_impl.get_ulysses_sequence_parallel_group()] * divides) as common:
             found = self._plan_of(micro_batch)
@@ -103,12 +123,46 @@ class _SharedPrompts(SharedPrompts):
             self._count_stock(micro_batch, found)
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         self.statistics.count_shared(found.batch, found.layout.num_unread)
-        self.plan = found
+        row = packed_row(self.stock_module, found.batch, found.layout)
+        return self._run_plan(found, row, micro_batch, loss_function, forward_only)
+
+    def _run_plan(self, plan: PackedMicroBatch, row: PackedRow, *step: Any) -> Any:
+        self.plan = plan
         try:
-            with packed_forward(packed_row(self.stock_module, found.batch, found.layout)):
-                return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
+            with packed_forward(row):
+                return super().forward_step(*step)  # type: ignore[misc]
         finally:
             self.plan = None
+
+    def run_row(
+        self, micro_batch: TensorDict, batch: PackedBatch, keys: KeptKeys, outputs_of: OutputsOf, loss_function: Any,
+        forward_only: bool,
+    ) -> Any:  # fmt: skip
+        """verl's forward step of a pass over some rows of a tree.
+
+        Args:
+            micro_batch: whose settings hold.
+            batch: of the pass.
+            keys: of trunks.
+            outputs_of: of what the rows of its scored tokens give, the model's output for the loss.
+            loss_function, forward_only: verl's.
+        """
+        micro_batch = micro_batch.to(get_device_id())
+        plan = replace(packed_as(micro_batch, batch, self._keeps_logits(micro_batch)), outputs_of=outputs_of)
+        row = packed_row(self.stock_module, batch, plan.layout, ancestors=keys)
+        return self._run_plan(plan, row, micro_batch, loss_function, forward_only)
+
+    @contextmanager
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
+        # Passes that verl does not know come behind and before its own, in contexts of theirs.
+        is_last = is_last_micro_batch if self.passes is None else self.passes.catch_up()
+        with self.synchronised(is_last):
+            yield
+
+    def synchronised(self, is_last: bool) -> AbstractContextManager[None]:
+        """verl's context of a backward, in whose last one gradients are synchronised."""
+        context: AbstractContextManager[None] = super()._gradient_sync_context(is_last_micro_batch=is_last)  # type: ignore[misc]
+        return context
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
         plan = self.plan
@@ -117,6 +171,11 @@ class _SharedPrompts(SharedPrompts):
         inputs, output_args = super().prepare_model_inputs(plan.micro_batch)  # type: ignore[misc]
         for name in ("cu_seqlens", "cu_seqlens_cpu"):  # for verl's own layers: the layout says more
             inputs.pop(name, None)
+        if plan.outputs_of is not None:  # the token behind a row may be another piece's
+            rows, labels = plan.batch.token_index, output_args["input_ids_rmpad_rolled"]
+            output_args["input_ids_rmpad_rolled"] = labels = labels.index_copy(0, rows, plan.batch.targets)
+            if "shift_labels" in inputs:
+                inputs["shift_labels"] = labels[None]
         if plan.scored is not None:
             rows = plan.batch.distinct.pick(plan.batch.token_index)
             inputs["logits_to_keep"] = rows
@@ -133,6 +192,9 @@ class _SharedPrompts(SharedPrompts):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
         row = plan.micro_batch if plan.scored is None else plan.scored
         found = super().prepare_model_outputs(output, output_args, row, logits_processor_func)  # type: ignore[misc]
+        if plan.outputs_of is not None:
+            rows = slice(None) if plan.scored is not None else plan.batch.token_index
+            return plan.outputs_of({name: out.values()[rows] for name, out in found.items()})
         if plan.scored is None:
             return {name: unpack_to_jagged(out.values(), plan.batch, per_row=True) for name, out in found.items()}
         expand = plan.batch.distinct.expand
@@ -148,6 +210,10 @@ class _SharedPrompts(SharedPrompts):
             self._announce(f"prompts with images are not shared: {error}")
             return False
         return True
+
+    def _keeps_logits(self, micro_batch: TensorDict) -> bool:
+        """A fused head makes no logits."""
+        return self.keeps_logits and not tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
 
     def _ulysses_ranks(self) -> int:
         return self.ulysses_sequence_parallel_size if self.use_ulysses_sp else 1
@@ -165,9 +231,8 @@ class _SharedPrompts(SharedPrompts):
             return reason
         ranks = self._ulysses_ranks()
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
-        # Ranks of Ulysses have unequal numbers of response tokens; a fused head makes no logits.
-        fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
-        keeps = self.keeps_logits and ranks == 1 and not fused
+        # Ranks of Ulysses have unequal numbers of response tokens.
+        keeps = self._keeps_logits(micro_batch) and ranks == 1
         try:
             plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options, keeps)
             if plan.batch.images:
@@ -199,6 +264,36 @@ class _SharedPrompts(SharedPrompts):
         if self._takes_images(data):
             return samples_with_late_images(data, placeholders_of(self.stock_module.config))
         return samples_with_media(data) if self.runs_towers_on_text else ()
+
+    def _trunks(self, data: TensorDict, reason: str | None, dp_group: Any) -> Trunks | None:
+        lacking = reason or self._why_not_cut(data)
+        (lacks,) = largest_of_ranks([lacking is not None], dp_group)
+        if lacks:
+            if reason is None:
+                lacking = lacking or "another rank cannot keep them, and says why"
+                self._announce(f"micro-batches compute their own prompts, without prompt_once: {lacking}")
+            return None
+        kept = kept_cost(unwrap.causal_lm_of(self.stock_module), self._dtype().itemsize)
+        return Trunks(kept, self.options.min_dedup_ratio, 1.0 if self.is_forward_only else 1.25)
+
+    def _why_not_cut(self, data: TensorDict) -> str | None:
+        """Why a prompt and what continues it have to run in one pass."""
+        flags = ("distillation_use_topk", "distillation_only")
+        reasons = {
+            "Ulysses divides rows among ranks": self._ulysses_ranks() > 1,
+            "pad_to_length rounds rows up": self.pad_to_length,
+            "samples have images, video or audio": bool(samples_with_media(data)),
+            "a teacher scores tokens": "teacher_logprobs" in data
+            or any(tu.get_non_tensor_data(data, flag, False) for flag in flags),
+            "LoRA's dropout draws other masks in a prompt's second pass": self.options.share_lora_dropout,
+        }
+        if (lacking := next((text for text, holds in reasons.items() if holds), None)) is not None:
+            return lacking
+        try:
+            check_model_can_be_cut(self.stock_module, max(map(sum, zip(*Lengths.of(data)))))
+        except SharedPromptError as error:
+            return str(error)
+        return None
 
     def gradient_norm(self) -> float:
         module: Any = self.module

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from verl.utils import tensordict_utils as tu
 
 from ...checks import explain
 from ...data.batch import PackedBatch, pack
+from ...data.divided import DividedTree, divided_trees, split_with_trunks
 from ...data.given import position_rows
 from ...data.plan import checked_tree, plan
 from ...data.prefix_tree import PrefixTree
@@ -26,6 +27,8 @@ from ...parallel.agreement import largest_of_ranks
 from ..common.options import Options
 from ..transformers.admission.table import is_mark_of_text
 from ..transformers.packed_forward import without_positions
+
+OutputsOf = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 # The tree of a micro-batch, as a part of that of its mini-batch.
 TREE = "shared_prompt_tree"
@@ -151,12 +154,14 @@ class PackedMicroBatch:
         micro_batch: the packed row, as verl holds one.
         scored: as verl would hold the rows that score response tokens, those of `batch.distinct`,
             if the LM head is to compute only these; None for all rows.
+        outputs_of: of a piece, the model's output for verl, of what was made of the rows that score tokens.
     """
 
     batch: PackedBatch
     layout: SharedPromptLayout
     micro_batch: TensorDict
     scored: TensorDict | None
+    outputs_of: OutputsOf | None = None
 
 
 def pack_micro_batch(
@@ -167,7 +172,11 @@ def pack_micro_batch(
     Raises:
         SharedPromptError: images of prompts that do not fit these, or positions that differ where they are equal.
     """
-    batch = packed_batch(micro_batch, multiple, options)
+    return packed_as(micro_batch, packed_batch(micro_batch, multiple, options), scored_rows)
+
+
+def packed_as(micro_batch: TensorDict, batch: PackedBatch, scored_rows: bool) -> PackedMicroBatch:
+    """A packed row with all that verl says of a micro-batch."""
     images = images_of(micro_batch)
     offsets = torch.tensor([0, batch.layout.num_tokens], device=batch.input_ids.device)
     positions = batch.row_values.get("position_ids", batch.position_ids)
@@ -229,12 +238,24 @@ def _teacher_of(micro_batch: TensorDict, index: Tensor, offsets: Tensor) -> dict
 
 @dataclass(frozen=True)
 class Grouped:
-    """Micro-batches that keep groups together; `order` where verl does not restore it."""
+    """Micro-batches that keep groups together; `order` where verl does not restore it.
+
+    The last ones are parts of `trees`, in the order of these.
+    """
 
     micro_batches: list[TensorDict]
     indices: list[list[int]] | None
     order: list[int] | None
     budget: int | None
+    trees: list[DividedTree]
+
+
+class Trunks(NamedTuple):
+    """How prompts are kept for several micro-batches; arguments of `divided_trees`."""
+
+    kept: float
+    least_ratio: float
+    passes: float
 
 
 def grouped_micro_batches(
@@ -245,6 +266,7 @@ def grouped_micro_batches(
     apart: Sequence[int] = (),
     keys: Tensor | None = None,
     multiple: int = 1,
+    trunks: Trunks | None = None,
 ) -> Grouped | None:
     """Micro-batches by unique tokens; None where verl's own are to be used, on all ranks alike.
 
@@ -256,6 +278,7 @@ def grouped_micro_batches(
         apart: samples that come last, in micro-batches of their own where these are dynamic.
         keys: of `packed_batch`.
         multiple: dynamic micro-batches are as many as one of it; of fixed ones verl's engine checks that.
+        trunks: None: each micro-batch computes its own prompts. Then there are none `apart`.
     """
     together = [index for index in range(len(data)) if index not in {*apart}]
     tree = lonely = PrefixTree((), (), (), ())
@@ -282,6 +305,14 @@ def grouped_micro_batches(
             tu.assign_non_tensor(chosen, **{TREE: tree.take([places[index] for index in part])})
         return chosen
 
+    def with_trunks(parts: list[list[int]], budget: int | None = None) -> tuple[list[list[int]], list[DividedTree]]:
+        """The parts in the order in which they run."""
+        if trunks is None:
+            return parts, []
+        lonely, trees = divided_trees(tree, parts, max_tokens=budget, **trunks._asdict())
+        continued = [[*chosen] for divided in trees for chosen in divided.sequences]
+        return [parts[number] for number in lonely] + continued, trees
+
     if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
         if not wants:
             return None
@@ -290,14 +321,20 @@ def grouped_micro_batches(
         if len(order) % size:
             expected = f"a divisor of the {len(order)} samples of a mini-batch and GPU"
             raise ValueError(explain("micro_batch_size_per_gpu", expected, size))
-        return Grouped([selected(order[at : at + size]) for at in range(0, len(order), size)], None, order, None)
+        parts, trees = with_trunks([order[at : at + size] for at in range(0, len(order), size)])
+        order = [index for part in parts for index in part]
+        return Grouped([*map(selected, parts)], None, order, None, trees)
     is_refused, is_wanted = largest_of_ranks((reason is not None, wants), dp_group)
     if is_refused or not is_wanted:
         return None
     budget = int(data["max_token_len_per_gpu"]) * tu.get_non_tensor_data(data, "sp_size", 1)
 
     def fill() -> tuple[list[list[int]], list[list[int]]]:
-        parts = parts_of(split_by_token_budget(tree, max_tokens=budget), together)
+        if trunks is None:
+            own = split_by_token_budget(tree, max_tokens=budget)
+        else:
+            own = split_with_trunks(tree, budget, **trunks._asdict())
+        parts = parts_of(own, together)
         return parts + parts_of(split_by_token_budget(lonely, max_tokens=budget), apart), groups()
 
     try:
@@ -308,4 +345,5 @@ def grouped_micro_batches(
             "ppo_infer_max_token_len_per_gpu), times the sequence-parallel ranks"
         )
         raise ValueError(f"{settings}, must hold the longest sequence, and each rank enough of them: {error}") from None
-    return Grouped([*map(selected, parts)], parts, None, budget)
+    parts, trees = with_trunks(parts, budget)
+    return Grouped([*map(selected, parts)], parts, None, budget, trees)

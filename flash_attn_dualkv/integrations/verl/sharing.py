@@ -25,7 +25,8 @@ from ..common.patching import replace_once
 from ..common.pipeline import Verification
 from ..transformers.admission.table import FirstUseError
 from .losses import of_micro_batches
-from .micro_batches import Lengths, grouped_micro_batches, why_not
+from .micro_batches import Lengths, Trunks, grouped_micro_batches, why_not
+from .prompt_once import Passes
 from .route_keys import divided_prompts
 from .statistics import Statistics
 from .verify import run_both
@@ -49,6 +50,8 @@ class SharedPrompts:
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
     division: str | None = None  # why the loss of this call needs verl's own micro-batches
     has_gradients = False  # of an earlier call, to which the next one adds its own
+    is_forward_only = False  # the call that runs
+    passes: Passes | None = None  # of the call that runs, if micro-batches share prompts
 
     # What each engine says for itself
 
@@ -75,6 +78,14 @@ class SharedPrompts:
     def _apart(self, data: TensorDict) -> Sequence[int]:
         """Samples that get micro-batches of their own."""
         return ()
+
+    def _trunks(self, data: TensorDict, reason: str | None, dp_group: Any) -> Trunks | None:
+        """How micro-batches share prompts, on all ranks alike; None where each computes its own.
+
+        `reason`: why nothing can be shared.
+        """
+        self._announce("micro-batches compute their own prompts: prompt_once is for verl's FSDP engines")
+        return None
 
     # What all engines do
 
@@ -152,13 +163,19 @@ class SharedPrompts:
         self.order = []
         self.shares = shares
         self.has_gradients |= not forward_only
+        self.is_forward_only = forward_only
         self.division = None if forward_only else of_micro_batches(loss_function, data)
         token = _running.set(self)
         begin = time.perf_counter()
         try:
             output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+            if self.passes is not None:
+                self.passes.finish()
         finally:
             _running.reset(token)
+            if self.passes is not None:
+                self.passes.close()
+                self.passes = None
         get_torch_device().synchronize()
         if not output:  # of other pipeline stages than the last
             return output
@@ -218,11 +235,18 @@ class SharedPrompts:
             if reason is None:
                 self._announce(f"micro-batches stay as verl makes them, and share what is in each: {self.division}")
             return stock()
-        found = grouped_micro_batches(data, dp_group, self.options, reason, apart, keys, multiple)
+        trunks = self._trunks(data, reason, dp_group) if self.options.prompt_once else None
+        found = grouped_micro_batches(data, dp_group, self.options, reason, apart, keys, multiple, trunks)
         if found is None:
-            return stock()
-        self.budget, self.order = found.budget, found.order or []
-        return found.micro_batches, found.indices
+            micro_batches, indices = stock()
+        else:
+            self.budget, self.order = found.budget, found.order or []
+            micro_batches, indices = found.micro_batches, found.indices
+        trees = [] if found is None else found.trees
+        if trunks is not None and any(largest_of_ranks([len(trees)], dp_group)):
+            lonely = len(micro_batches) - sum(len(divided.numbers) for divided in trees)
+            self.passes = Passes(self, data, lonely, trees, self.is_forward_only, dp_group)
+        return micro_batches, indices
 
 
 def register(backend: str, model_type: str, engine: Any) -> None:

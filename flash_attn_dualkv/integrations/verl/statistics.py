@@ -30,11 +30,21 @@ class Statistics:
     def begin(self) -> None:
         self.tally = Tally()
         self.divided = 0  # prompts of which samples have other routes of experts
+        self.trunks = 0  # whose keys are kept for several micro-batches
         self.pairs = 0
 
     def count_shared(self, batch: PackedBatch, unread: int) -> None:
         self.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens, unread=unread)
         self.pairs += batch.num_pairs
+
+    def count_part(self, replicated: int, rows: int) -> None:
+        """A micro-batch that continues a trunk, and its own rows."""
+        self.tally.add(replicated, rows)
+
+    def count_trunk(self, rows: int) -> None:
+        """Its rows count once, as those of layers that a checkpoint runs again."""
+        self.trunks += 1
+        self.tally.tokens += rows
 
     def count_stock(self, lengths: Lengths, reason: str) -> None:
         totals = list(map(int.__add__, lengths.prompts, lengths.responses))
@@ -54,6 +64,7 @@ class Statistics:
             "micro_batches": tally.calls,
             "fallback_micro_batches": tally.fallbacks.total(),
             "fallback_prompts": self.divided,
+            "trunks": self.trunks,
         }
         counts = {reason: tally.fallbacks[reason] for reason in REASONS}
         counts |= {old: sum(counts[reason] for reason in now) for old, now in _OLD.items()}
