@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import SharedPromptError
@@ -62,7 +63,7 @@ def divided_trees(
     tree: PrefixTree, micro_batches: Sequence[Sequence[int]], *, least_ratio: float = 1.0, passes: float = 1.25,
     max_tokens: float | None = None, kept: float = 1.0,
 ) -> tuple[list[int], list[DividedTree]]:  # fmt: skip
-    """Micro-batches that stay as they are, by number, and those that continue trunks.
+    """Micro-batches that stay as they are, by number, and those that continue trunks: trees of most parts first.
 
     A trunk is a path of nodes that all samples of at least two micro-batches have in common.
 
@@ -85,7 +86,7 @@ def divided_trees(
             lonely += [item] if isinstance(item, int) else planner.numbers([item])
         else:
             found.append(divided)
-    return sorted(lonely), found
+    return sorted(lonely), sorted(found, key=lambda divided: -len(divided.numbers))
 
 
 class _Planner:
@@ -295,7 +296,9 @@ def _with_trunks(tree: PrefixTree, max_tokens: int, kept: float, options: dict[s
         total = sum(rows) + sum(sum(divided.tree.node_lens) for divided in found) + (options["passes"] - 1) * trunks
         return total, max([*rows, *(divided.most_rows(kept) for divided in found)])
 
-    stock = sum(sum(tree.take(part).node_lens) for part in split_by_token_budget(tree, max_tokens=max_tokens))
+    stock = float("inf")  # of sequences that are longer than the budget
+    with suppress(SharedPromptError):
+        stock = sum(sum(tree.take(part).node_lens) for part in split_by_token_budget(tree, max_tokens=max_tokens))
     for scale in dict.fromkeys((kept, max(1.0, kept))):
         try:
             chosen = split_by_token_budget(_scaled(tree, max_tokens, scale), max_tokens=max_tokens)

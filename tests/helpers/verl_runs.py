@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import verl_rig
-from verl_inputs import Batch, Case, Found, Sample
+from verl_inputs import Batch, Case, Found, Model, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -41,6 +41,10 @@ FP32 = tuple(
     for name in ("param", "reduce", "buffer")
 ) + tuple(f"{role}.fsdp_config.use_torch_compile=False" for role in (ACTOR, "actor_rollout_ref.ref"))
 PATIENCE = 2400.0  # seconds of all cases of a call: hosts with other work stand still for minutes
+PADDED = "actor_rollout_ref.model.use_remove_padding=False"
+NORM = "loss_agg_mode=seq-mean-token-sum-norm"
+# verl patches the model's class, for as long as the process lives: of no other case.
+FUSED: dict[str, Any] = dict(engine="fsdp", model=Model("qwen2"))
 UNEQUAL = Batch(prompts=3, responses=4, shuffled=True, trained=0.7)
 
 
@@ -88,6 +92,17 @@ class Unusual(Batch):
                 tokens[:PICTURE_TOKENS] = PICTURE_TOKEN
                 positions[1:, begin : begin + PICTURE_TOKENS] -= torch.arange(PICTURE_TOKENS)
         return sample._replace(others=others)
+
+
+@dataclass(frozen=True)
+class Uneven(Batch):
+    """Of three prompts one rank has 4, 1 and 1 of the responses, the other 0, 3 and 3."""
+
+    prompts: int = 3
+
+    def samples(self, vocabulary: int) -> list[Sample]:
+        found = super().samples(vocabulary)
+        return [found[at] for at in (0, 4, 1, 8, 2, 3, 5, 9, 6, 10, 7, 11)]
 
 
 @dataclass(frozen=True)

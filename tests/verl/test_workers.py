@@ -17,13 +17,12 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoConfig
 from verl_inputs import Batch, Case, Found, Model
-from verl_runs import ACTOR, MODEL, ROOT, UNEQUAL, Pair, both, case, each, ours, run, run_beside
+from verl_runs import ACTOR, FUSED, MODEL, NORM, PADDED, ROOT, UNEQUAL, Pair, both, case, each, ours, run, run_beside
 
 from flash_attn_dualkv.integrations.common.pipeline import Verification
 from flash_attn_dualkv.integrations.verl import sharing, verify
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 
-PADDED = "actor_rollout_ref.model.use_remove_padding=False"
 EQUAL = [
     case("dynamic, v1", updates=3),
     case("fixed, v0, several prompts, any order", micro=6, trainer="v0", batch=UNEQUAL),
@@ -46,15 +45,12 @@ EQUAL = [
     case("critic, dynamic", role="critic", updates=3),
 ]  # fmt: skip
 # Losses that depend on what is in a micro-batch: with other ones than verl makes they are others.
-NORM = "loss_agg_mode=seq-mean-token-sum-norm"
 OF_MICRO_BATCHES = [
     case("Dr. GRPO, dynamic", f"{ACTOR}.{NORM}", tokens=400, batch=UNEQUAL),
     case("Dr. GRPO, fixed", f"{ACTOR}.{NORM}", micro=6, batch=UNEQUAL),
     case("Dr. GRPO, critic", f"critic.{NORM}", role="critic", micro=6, batch=UNEQUAL),
     case("GMPO", f"{ACTOR}.policy_loss.loss_mode=geo_mean", micro=6, batch=UNEQUAL),
 ]
-# verl patches the model's class, for as long as the process lives: of no other case.
-FUSED: dict[str, Any] = dict(engine="fsdp", model=Model("qwen2"))
 EQUAL.append(case("fused head", "actor_rollout_ref.model.use_fused_kernels=True", micro=4, batch=UNEQUAL, **FUSED))
 APART = Batch(prompts=6, responses=2, shuffled=True)
 EQUAL_RANKS = [

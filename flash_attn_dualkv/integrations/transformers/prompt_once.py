@@ -220,6 +220,8 @@ def common_string(letters: str, ranks: Any) -> list[tuple[str, bool]]:
         slots[-1][place] += 1
         last = place
     (count,) = map(int, largest_of_ranks([len(slots)], ranks))
+    if not count:
+        return []
     slots += [[0] * len(_LETTERS) for _ in range(count - len(slots))]
     own = [number for slot in slots for number in slot]
     most = map(int, largest_of_ranks(own, ranks))
@@ -302,7 +304,7 @@ class _Backward:
                 next(own, None)
             except Exception as error:
                 text = f"in {self._name} of shared_prompt_backward: .grad has gradients of the passes before it"
-                _note(error, text)
+                add_note(error, text)
                 raise
 
     def _passes(self) -> Generator[None, None, None]:
@@ -374,7 +376,7 @@ class _Backward:
         return PartScores(tuple(range(len(lens))), own, lens, logps, placed(entropies) if entropies else None)
 
 
-def _note(error: Exception, text: str) -> None:
+def add_note(error: Exception, text: str) -> None:
     """Add a text to an error's message, of whatever type it is."""
     if hasattr(error, "add_note"):
         error.add_note(text)

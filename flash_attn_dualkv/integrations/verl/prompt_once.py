@@ -22,7 +22,7 @@ from ...data.batch import PackedBatch
 from ...data.divided import DividedTree
 from ...data.parts import Cut, Piece, walk
 from ...data.prefix_tree import PrefixTree
-from ..transformers.prompt_once import Plan, common_string
+from ..transformers.prompt_once import Plan, add_note, common_string
 from ..transformers.trunk import Pieces, Scores, Trunk
 from .micro_batches import TREE, packed_batch
 
@@ -40,7 +40,7 @@ class _Pieces(Pieces):
     """
 
     def __init__(self, engine: Any, data: TensorDict, tree: PrefixTree, cut: Cut, counts: Sequence[int]) -> None:
-        self.engine, self.data, self.names = engine, data, list[str]()
+        self.engine, self.data = engine, data
         tu.assign_non_tensor(data, **{TREE: tree})
         batch = packed_batch(data, 1, engine.options)
         super().__init__(engine.stock_module, batch, cut, self_check=engine.options.self_check)
@@ -60,7 +60,6 @@ class _Pieces(Pieces):
             return next(iter(found.values())).detach().sum(), {}
 
         self.engine.run_row(self.data, row, self.keys, dict, loss_of, not torch.is_grad_enabled())
-        self.names = [*found]
         return tuple(found.values())
 
     def run_part(
@@ -124,20 +123,24 @@ class Passes:
     ) -> None:  # fmt: skip
         self.engine, self.data, self.num_lonely, self.trees = engine, data, num_lonely, trees
         self.forward_only = forward_only
-        letters = "B" * num_lonely + "".join(Plan(divided.cut, "kv").letters for divided in trees)
+        letters = [Plan(divided.cut, "kv").letters for divided in trees]
         if forward_only:
-            passes = [piece for divided in trees for piece in walk(divided.cut.pieces)]
-            letters = "F" * (num_lonely + len(passes))
-        self._string = common_string(letters, group)
+            letters = ["F" * len([*walk(divided.cut.pieces)]) for divided in trees]
+        # Those that are no parts are a string of their own: else trunks of ranks that have none would
+        # wait for each other's.
+        lonely = ("F" if forward_only else "B") * num_lonely
+        self._string = [*common_string(lonely, group), *common_string("".join(letters), group)]
         self._last = len(self._string) - 1
         self._place = 0
         self._own = self._passes()
         self._due: Due = False
+        self._name = "the first pass"
         self._dummy: _Pieces | None = None
 
     def _passes(self) -> Generator[Due, None, None]:
         """Run this rank's own passes; a pass of verl's is not run but named."""
-        for _ in range(self.num_lonely):
+        for number in range(self.num_lonely):
+            self._name = f"micro-batch {number}"
             yield True
         for divided in self.trees:
             order = [index for chosen in divided.sequences for index in chosen]
@@ -149,14 +152,17 @@ class Passes:
     def _below(self, pieces: _Pieces, trunk: Trunk) -> Generator[Due, None, None]:
         for index, piece in enumerate(trunk.piece.parts):
             if not piece.parts:
+                self._name = f"a micro-batch, part {index} of {len(trunk.piece.parts)} of its prompt"
                 yield _Part(pieces, trunk, index)
                 continue
             with trunk.inner(index) as inner:
+                self._name = "the first pass of a prompt"
                 inner.keep()
                 self.engine.statistics.count_trunk(inner.rows - trunk.rows)
                 yield False
                 yield from self._below(pieces, inner)
                 if not self.forward_only:
+                    self._name = "the last pass of a prompt"
                     with self._synchronised(self._place):
                         inner.finish().backward()
                     yield False
@@ -207,3 +213,7 @@ class Passes:
     def close(self) -> None:
         """Let go of everything, after an error as well."""
         self._own.close()
+
+    def explain(self, error: Exception) -> None:
+        """Say in the message of an error which pass it comes from."""
+        add_note(error, f"in {self._name} (prompt_once): .grad has gradients of the passes before it")

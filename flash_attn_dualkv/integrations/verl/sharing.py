@@ -171,6 +171,10 @@ class SharedPrompts:
             output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
             if self.passes is not None:
                 self.passes.finish()
+        except Exception as error:
+            if self.passes is not None:
+                self.passes.explain(error)
+            raise
         finally:
             _running.reset(token)
             if self.passes is not None:
