@@ -231,7 +231,7 @@ class Pair(NamedTuple):
                 assert ours[name] == pytest.approx(stock[name], rel=3e-5 * (1 + 9 * step), abs=3e-6), (step, name)
             assert {name for name in ours if not name.startswith("shared_prompt/")} == set(stock)
 
-    def check_shared(self, least_ratio: float = 1.2, fallbacks: int = 0) -> None:
+    def check_shared(self, least_ratio: float = 1.2, fallbacks: float = 0) -> None:
         """`fallbacks`: micro-batches of each call on verl's own path."""
         self.check_equal()
         assert self.ours.infer_metrics
