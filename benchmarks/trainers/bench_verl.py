@@ -5,6 +5,7 @@
     python benchmarks/trainers/bench_verl.py --preset paper          # Qwen3-1.7B, N = 32, P up to 8192, R up to 2048
     python benchmarks/trainers/bench_verl.py --preset math-1k --gpus 4
     python benchmarks/trainers/bench_verl.py --preset moe-x4 --gpus 4
+    python benchmarks/trainers/bench_verl.py --preset once-8b --gpus 2    # prompts once for micro-batches of 4
     python benchmarks/report.py                                      # the page, of the result files
 
 Random weights, tokens and advantages; verl's worker, engine, loss and optimizer in a process for each GPU, see
@@ -46,7 +47,8 @@ FP32 = (
 class Setting(NamedTuple):
     """The plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, fused head.
 
-    ``fp32`` is padded, on PyTorch's attention: what bf16 is compared with. ``head``: torch or triton.
+    ``fp32`` is padded, on PyTorch's attention: what bf16 is compared with. ``head``: torch or triton. ``once``: the
+    plug-in's prompt_once.
     """
 
     shares: bool
@@ -55,12 +57,14 @@ class Setting(NamedTuple):
     sp: int = 1
     fp32: bool = False
     head: str | None = None
+    once: bool = False
 
     @property
     def names(self) -> tuple[str, str, int]:
         """Who, how, and ranks of Ulysses, as rows and pages say them."""
         how = f"micro {self.micro}" if self.micro else f"tokens {self.tokens}"
         how += (" in fp32" if self.fp32 else "") + (f", {self.head} head" if self.head else "")
+        how += ", prompts once" if self.once else ""
         return WHO[self.shares], how, self.sp
 
     @property
@@ -80,7 +84,7 @@ PRESETS = {name: preset_of(**facts) for name, facts in command.PRESETS["verl"].i
 ACCURACY = ("accuracy", "turns-accuracy")
 # Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker,
 # whose weights stay as they are, runs all micro-batches.
-LARGE = ("paper-8b", "moe", "moe-x4", "turns")
+LARGE = ("paper-8b", "moe", "moe-x4", "turns", "once-8b", "once-4-layers")
 
 
 def case_of(preset: str, setting: Setting, gpus: int, is_cpu: bool) -> Case:
@@ -101,7 +105,9 @@ def case_of(preset: str, setting: Setting, gpus: int, is_cpu: bool) -> Case:
         inferences=1 if is_large else 2,
         learning_rate=0.0 if is_large else 1e-6,
         infers_at_the_end=False,
-        warm=(setting.micro or 4) if is_large else 0,
+        # Two parts of a prompt, if it is kept.
+        warm=(setting.micro or 4) * (1 + setting.once) if is_large else 0,
+        once=setting.once,
     )
 
 

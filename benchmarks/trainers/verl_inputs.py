@@ -189,6 +189,7 @@ class Case:
         learning_rate: at 0 weights stay as they are, and the next case has the same worker if it differs in
             micro-batches only.
         warm: calls of so many of each rank's samples come before those that are recorded.
+        once: the plug-in's prompt_once.
     """
 
     name: str
@@ -210,11 +211,12 @@ class Case:
     inferences: int = 1
     infers_at_the_end: bool = True
     warm: int = 0
+    once: bool = False
 
     @property
     def worker(self) -> Case:
         """Without what a worker can change."""
-        return replace(self, name="", micro=None, tokens=None, warm=0)
+        return replace(self, name="", micro=None, tokens=None, warm=0, once=False)
 
 
 @dataclass

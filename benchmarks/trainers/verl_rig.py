@@ -109,6 +109,8 @@ def configuration(case: Case, folder: str, ranks: int) -> Any:
         else:
             settings.append(f"+{role}.model.override_config.attn_implementation={case.attention}")
             settings.append(f"{engine}.ulysses_sequence_parallel_size={case.sp}")
+        if case.once:
+            settings.append(f"+{role}.model.override_config.shared_prompt_prompt_once=True")
     for prefix in (f"{actor}.ppo", f"{rollout}.log_prob", "actor_rollout_ref.ref.log_prob", "critic.ppo"):
         where, _, name = prefix.rpartition(".")
         flag = f"{where}.use_dynamic_bsz" if name == "ppo" else f"{prefix}_use_dynamic_bsz"
@@ -368,7 +370,10 @@ def run_cases(folder: str, ranks: int, kind: type[Processes]) -> None:
             torch.manual_seed(0)  # of LoRA's weights
             config = configuration(case, f"{folder}/model{models.index(case.model)}", ranks)
             if group:
-                divide(engine_of(group.worker).engine_config, case)
+                engine = engine_of(group.worker)
+                divide(engine.engine_config, case)
+                if case.shares:
+                    engine.options = engine.options._replace(prompt_once=case.once)
             group = group or kind(case, config, ranks)
             if rank == 0:
                 print(f"{case.name}: a worker after {time.perf_counter() - begin:.1f} s", flush=True)
