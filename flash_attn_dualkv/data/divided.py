@@ -17,6 +17,10 @@ from .parts import TILE, Cut, Piece, walk
 from .prefix_tree import PrefixTree
 from .split import split_by_token_budget
 
+# Of a trunk's row, where a part's costs 1: a forward, a recomputed one and a backward of twice its
+# work are 4, and the trunk's first forward is 1 more.
+PASSES = 1.25
+
 
 @dataclass(frozen=True)
 class DividedTree:
@@ -60,7 +64,7 @@ class _Trunk:
 
 
 def divided_trees(
-    tree: PrefixTree, micro_batches: Sequence[Sequence[int]], *, least_ratio: float = 1.0, passes: float = 1.25,
+    tree: PrefixTree, micro_batches: Sequence[Sequence[int]], *, least_ratio: float = 1.0, passes: float = PASSES,
     max_tokens: float | None = None, kept: float = 1.0,
 ) -> tuple[list[int], list[DividedTree]]:  # fmt: skip
     """Micro-batches that stay as they are, by number, and those that continue trunks: trees of most parts first.
@@ -71,9 +75,8 @@ def divided_trees(
         tree: of sequences.
         micro_batches: sequences of each, no sequence twice.
         least_ratio: a trunk must make the work of its micro-batches so many times less.
-        passes: what a trunk's row costs; a part's costs 1. A forward, a recomputed one and a backward of twice its work
-            are 4, and the trunk's first forward 1 more. 1 without gradients.
-        max_tokens: rows of a trunk with what is kept of it and above; longer ones run in several passes, cut at
+        passes: what a trunk's row costs, where a part's costs 1; 1 without gradients.
+        max_tokens: rows of a pass with what is kept for it. Trunks for which that is too little run in several, cut at
             multiples of 384 rows. None: any.
         kept: how many rows' memory the kept keys of a row take.
     """
@@ -166,7 +169,7 @@ class _Planner:
         return saved > 0 and saved >= self.least * sum(self.rows[number] for number in numbers)
 
     def divided(self, trunk: _Trunk, max_tokens: float | None, kept: float) -> DividedTree | None:
-        """The tree of a trunk's micro-batches, and its cut; None if a trunk has no room."""
+        """The tree of a trunk's micro-batches, and its cut; None if a pass has no room."""
         grown = _Grown(self, max_tokens, kept)
         pieces = grown.trunk(trunk, {-1: -1}, 0)
         if pieces is None:
@@ -178,7 +181,8 @@ class _Planner:
         lens = tuple(self.tree.sequence_lens[index] for index in order)
         tree = PrefixTree(tuple(grown.lens), tuple(grown.parents), leaves, lens, self.tree.boundary)
         cut = Cut(tuple(grown.run_lens), tuple(grown.run_parents), (pieces,))
-        return DividedTree(tuple(numbers), sequences, tree, cut)
+        divided = DividedTree(tuple(numbers), sequences, tree, cut)
+        return divided if max_tokens is None or divided.most_rows(kept) <= max_tokens else None
 
 
 @dataclass
@@ -255,59 +259,26 @@ class _Grown:
         return Piece(tuple(own))
 
 
-def split_with_trunks(
-    tree: PrefixTree, max_tokens: int, kept: float, *, least_ratio: float = 1.0, passes: float = 1.25
-) -> list[list[int]]:
-    """Micro-batches of `split_by_token_budget`, those of trees that do not fit with room for what trunks keep.
+def split_with_trunks(tree: PrefixTree, max_tokens: int, kept: float, **options: float) -> list[list[int]]:
+    """Micro-batches of `split_by_token_budget`, or with as much room beside trunks as these keep if that costs less.
 
-    Each such tree is divided anew, unless that costs as much as before.
+    A row of a trunk counts as one at least. `options`: of `divided_trees`.
 
     Raises:
         SharedPromptError: a single sample is longer than the budget.
     """
-    sizes = [0] * (tree.roots[-1] + 1 if tree.roots else 0)
-    for root, size in zip(tree.roots, tree.node_lens):
-        sizes[root] += size
-    members: dict[int, list[int]] = {}
-    for index, leaf in enumerate(tree.leaves):
-        root = tree.roots[leaf] if leaf >= 0 else -1
-        members.setdefault(root if root >= 0 and sizes[root] > max_tokens else -1, []).append(index)
-    others = members.pop(-1, [])
-    micro_batches: list[list[int]] = []
-    for chosen in members.values():
-        parts = _with_trunks(tree.take(chosen), max_tokens, kept, dict(least_ratio=least_ratio, passes=passes))
-        if parts is None:
-            others += chosen
-        else:
-            micro_batches += [[chosen[at] for at in part] for part in parts]
-    others.sort()
-    parts = split_by_token_budget(tree.take(others), max_tokens=max_tokens)
-    return [[others[at] for at in part] for part in parts] + micro_batches
 
+    def work(micro_batches: list[list[int]]) -> float:
+        lonely, found = divided_trees(tree, micro_batches, max_tokens=max_tokens, kept=kept, **options)
+        rows = sum(sum(tree.take(micro_batches[number]).node_lens) for number in lonely)
+        passes = options.get("passes", PASSES)
+        return rows + sum(sum(divided.tree.node_lens) + (passes - 1) * divided.trunk_rows for divided in found)
 
-def _with_trunks(tree: PrefixTree, max_tokens: int, kept: float, options: dict[str, float]) -> list[list[int]] | None:
-    """The parts of a tree that share trunks; None where these have no room, or save nothing."""
-
-    def work(chosen: list[list[int]]) -> tuple[float, int]:
-        """The cost of the parts, and the rows of the largest."""
-        lonely, found = divided_trees(tree, chosen, max_tokens=max_tokens, kept=kept, **options)
-        rows = [sum(tree.take(chosen[number]).node_lens) for number in lonely]
-        trunks = sum(divided.trunk_rows for divided in found)
-        total = sum(rows) + sum(sum(divided.tree.node_lens) for divided in found) + (options["passes"] - 1) * trunks
-        return total, max([*rows, *(divided.most_rows(kept) for divided in found)])
-
-    stock = float("inf")  # of sequences that are longer than the budget
-    with suppress(SharedPromptError):
-        stock = sum(sum(tree.take(part).node_lens) for part in split_by_token_budget(tree, max_tokens=max_tokens))
-    for scale in dict.fromkeys((kept, max(1.0, kept))):
-        try:
-            chosen = split_by_token_budget(_scaled(tree, max_tokens, scale), max_tokens=max_tokens)
-        except SharedPromptError:  # no room for a sequence beside what is kept
-            continue
-        cost, largest = work(chosen)
-        if largest <= max_tokens and cost * options["least_ratio"] <= stock and cost < stock:
-            return chosen
-    return None
+    stock = split_by_token_budget(tree, max_tokens=max_tokens)
+    with suppress(SharedPromptError):  # no room for a sequence beside what is kept
+        scaled = _scaled(tree, max_tokens, max(1.0, kept))
+        return min(stock, split_by_token_budget(scaled, max_tokens=max_tokens), key=work)
+    return stock
 
 
 def _scaled(tree: PrefixTree, max_tokens: int, scale: float) -> PrefixTree:

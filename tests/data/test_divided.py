@@ -159,7 +159,7 @@ def test_a_long_prompt_in_several_passes() -> None:
     assert divided.most_rows(0.5) == 1152 and divided_trees(group(1001, 50, 50), [[0], [1]], max_tokens=500)[1] == []
 
 
-@pytest.mark.parametrize(("kept", "parts"), [(0.5, 3), (1.0, 4), (1.5, 11), (2.0, 4)])
+@pytest.mark.parametrize(("kept", "parts"), [(0.5, 4), (1.0, 4), (1.5, 11), (2.0, 4)])
 def test_what_is_kept_counts(kept: float, parts: int) -> None:
     """1000 rows of a prompt beside responses of 100, in 1800: where nothing is saved, its copies are as before."""
     tree = group(1001, *[99] * 32)

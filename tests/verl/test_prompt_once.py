@@ -16,13 +16,12 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl_inputs import Batch, Case, Found, Model, TreeBatch
-from verl_runs import ACTOR, FUSED, MODEL, NORM, PADDED, Turns, Uneven, both, case, each, ours, run, run_beside
+from verl_runs import ACTOR, FUSED, MODEL, NORM, PADDED, Pair, Turns, Uneven, both, case, each, ours, run, run_beside
 
 from flash_attn_dualkv.integrations.common.options import Options
 from flash_attn_dualkv.integrations.verl import engine as engines
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 
-SETTING = "override_config.shared_prompt_prompt_once=True"
 SHORT_NODES = f"{MODEL}.shared_prompt_min_shared=4"
 
 
@@ -76,16 +75,19 @@ RAISING = case("raising", micro=2)
 WITH_RAISING = "actor_rollout_ref.model.external_lib=[flash_attn_dualkv.integrations.verl,raising]"
 
 
+# One worker, whose weights stay, without the option and with it; a call that warms it up has two parts.
+STAYS = case("a worker that stays", micro=2, warm=4, updates=1, learning_rate=0.0, infers_at_the_end=False)
+
+
 def once(setup: Case, *overrides: str) -> Case:
-    role = "critic" if setup.role == "critic" else "actor_rollout_ref"
-    return ours(setup, f"+{role}.model.{SETTING}", *overrides)
+    return ours(replace(setup, once=True), *overrides)
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
-    without = [replace(ours(setup), name=f"without, {setup.name}") for setup in AS_WITHOUT]
+    without = [replace(ours(setup), name=f"without, {setup.name}") for setup in [*AS_WITHOUT, STAYS]]
     cases = [*ONE_RANK, *AS_WITHOUT]
-    return run_beside([*cases, RAISING], [*without, *map(once, cases), once(RAISING, WITH_RAISING)])
+    return run_beside([*cases, RAISING], [*without, once(STAYS), *map(once, cases), once(RAISING, WITH_RAISING)])
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,17 @@ def test_ranks_as_without(two_ranks: dict[str, Found], one: Case) -> None:
     pair = both(two_ranks, one)
     pair.check_equal()
     assert {metrics["trunks"] for metrics in pair.metrics} == {0.0}
+
+
+def test_a_worker_that_stays(one_rank: dict[str, Found]) -> None:
+    """The option alone differs."""
+    pair = Pair(*(one_rank[f"{name}, {STAYS.name}"] for name in ("without", "ours")))
+    torch.testing.assert_close(pair.ours.values, pair.stock.values, rtol=0, atol=1e-5)
+    (without,), (got,) = pair.stock.metrics, pair.ours.metrics
+    assert got["loss"] == pytest.approx(without["loss"], rel=1e-5, abs=1e-6)
+    assert got["grad_norm"] == pytest.approx(without["grad_norm"], rel=1e-5)
+    assert (without["shared_prompt/trunks"], got["shared_prompt/trunks"]) == (0.0, 2.0)
+    assert got["shared_prompt/executed_tokens"] == tokens_once(STAYS)
 
 
 def test_a_part_that_raises(one_rank: dict[str, Found]) -> None:

@@ -23,6 +23,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from ...data.batch import PackedBatch
+from ...data.divided import PASSES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ...parallel.agreement import largest_of_ranks
@@ -274,7 +275,7 @@ class _SharedPrompts(SharedPrompts):
                 self._announce(f"micro-batches compute their own prompts, without prompt_once: {lacking}")
             return None
         kept = kept_cost(unwrap.causal_lm_of(self.stock_module), self._dtype().itemsize)
-        return Trunks(kept, self.options.min_dedup_ratio, 1.0 if self.is_forward_only else 1.25)
+        return Trunks(kept, self.options.min_dedup_ratio, 1.0 if self.is_forward_only else PASSES)
 
     def _why_not_cut(self, data: TensorDict) -> str | None:
         """Why a prompt and what continues it have to run in one pass."""
