@@ -106,6 +106,26 @@ class Uneven(Batch):
 
 
 @dataclass(frozen=True)
+class Common(Batch):
+    """Responses that begin alike.
+
+    Attributes:
+        common: tokens of them that do.
+    """
+
+    common: int = 900
+
+    def samples(self, vocabulary: int) -> list[Sample]:
+        begin = torch.randint(vocabulary, (self.common,), generator=torch.Generator().manual_seed(2))
+        return [
+            sample._replace(
+                response=torch.cat((begin, sample.response)), mask=torch.cat((torch.ones_like(begin), sample.mask))
+            )
+            for sample in super().samples(vocabulary)
+        ]
+
+
+@dataclass(frozen=True)
 class Turns(Batch):
     """Rollouts of agents, of each prompt `responses`: steps that the later ones begin with, the last step tried again
     from its middle on, and the transcript of all turns.

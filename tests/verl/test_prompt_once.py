@@ -16,7 +16,23 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl_inputs import Batch, Case, Found, Model, TreeBatch
-from verl_runs import ACTOR, FUSED, MODEL, NORM, PADDED, Pair, Turns, Uneven, both, case, each, ours, run, run_beside
+from verl_runs import (
+    ACTOR,
+    FUSED,
+    MODEL,
+    NORM,
+    PADDED,
+    Common,
+    Pair,
+    Turns,
+    Uneven,
+    both,
+    case,
+    each,
+    ours,
+    run,
+    run_beside,
+)
 
 from flash_attn_dualkv.integrations.common.options import Options
 from flash_attn_dualkv.integrations.verl import engine as engines
@@ -27,6 +43,7 @@ SHORT_NODES = f"{MODEL}.shared_prompt_min_shared=4"
 
 TURNS = Turns(prompts=2, responses=6, prompt_tokens=48, response_tokens=24, trained=0.7, shuffled=True)
 TREE = TreeBatch.of("tiny")
+COMMON = Common(prompts=1, prompt_tokens=40, shortest=1.0)
 LONG = Batch(prompts=1, prompt_tokens=1200, shortest=1.0)
 ONE_RANK = [
     case("fixed", micro=2, updates=3),
@@ -45,6 +62,7 @@ ONE_RANK = [
     case("synchronised in each backward", f"++{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=False",
          micro=2),
     case("a prompt in two passes", tokens=1250, batch=LONG),
+    case("scored rows in two passes", tokens=1000, batch=COMMON),
     case("turns", SHORT_NODES, micro=1, batch=TURNS),
     case("trunks in trunks", SHORT_NODES, micro=1, batch=TREE),
     case("trunks in trunks, dynamic", SHORT_NODES, f"{ACTOR}.entropy_coeff=0.1", tokens=80, batch=TREE),
@@ -72,6 +90,7 @@ AS_WITHOUT = [
 ]  # fmt: skip
 AS_WITHOUT_RANKS = [case("Ulysses", sp=2, micro=2)]
 RAISING = case("raising", micro=2)
+VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=1", micro=2)
 WITH_RAISING = "actor_rollout_ref.model.external_lib=[flash_attn_dualkv.integrations.verl,raising]"
 
 
@@ -86,8 +105,9 @@ def once(setup: Case, *overrides: str) -> Case:
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
     without = [replace(ours(setup), name=f"without, {setup.name}") for setup in [*AS_WITHOUT, STAYS]]
-    cases = [*ONE_RANK, *AS_WITHOUT]
-    return run_beside([*cases, RAISING], [*without, once(STAYS), *map(once, cases), once(RAISING, WITH_RAISING)])
+    cases = [*ONE_RANK, *AS_WITHOUT, VERIFIED]
+    shared = [*without, *map(once, [STAYS, *cases]), once(RAISING, WITH_RAISING)]
+    return run_beside([*cases, RAISING], shared)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +130,7 @@ def test_one_rank(one_rank: dict[str, Found], one: Case) -> None:
     pair.check_equal()
     for metrics in pair.metrics:
         assert metrics["trunks"] > 0
-        if isinstance(one.batch, (Turns, TreeBatch)):
+        if isinstance(one.batch, (Common, Turns, TreeBatch)):
             assert metrics["dedup_ratio"] > 1.5
         elif one.minis == 1:
             assert metrics["executed_tokens"] == tokens_once(one)
@@ -144,6 +164,15 @@ def test_ranks_as_without(two_ranks: dict[str, Found], one: Case) -> None:
     assert {metrics["trunks"] for metrics in pair.metrics} == {0.0}
 
 
+def test_verified(one_rank: dict[str, Found]) -> None:
+    """The first step is verl's, beside which that of prompts once agrees."""
+    pair = both(one_rank, VERIFIED)
+    pair.check_equal()
+    first, second = pair.ours.metrics
+    assert first["shared_prompt/verify_failed"] == 0 and first["shared_prompt/verify_grad_norm_difference"] < 1e-5
+    assert second["shared_prompt/trunks"] == 2.0
+
+
 def test_a_worker_that_stays(one_rank: dict[str, Found]) -> None:
     """The option alone differs."""
     pair = Pair(*(one_rank[f"{name}, {STAYS.name}"] for name in ("without", "ours")))
@@ -162,8 +191,8 @@ def test_a_part_that_raises(one_rank: dict[str, Found]) -> None:
 
 def test_one_prompt_is_computed_in_two_passes(one_rank: dict[str, Found]) -> None:
     """A trunk's pass has room for itself and for what is kept of it."""
-    long = next(setup for setup in ONE_RANK if setup.batch is LONG)
-    assert {metrics["trunks"] for metrics in both(one_rank, long).metrics[1:-1]} == {2.0}
+    for long in (setup for setup in ONE_RANK if setup.batch in (LONG, COMMON)):
+        assert {metrics["trunks"] for metrics in both(one_rank, long).metrics[1:-1]} == {2.0}
 
 
 class _Engine(engines._SharedPrompts):

@@ -216,4 +216,5 @@ class Passes:
 
     def explain(self, error: Exception) -> None:
         """Say in the message of an error which pass it comes from."""
-        add_note(error, f"in {self._name} (prompt_once): .grad has gradients of the passes before it")
+        left = "" if self.forward_only else ": .grad has gradients of the passes before it"
+        add_note(error, f"in {self._name} (prompt_once){left}")
