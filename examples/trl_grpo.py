@@ -258,6 +258,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
         for one in (model, tokenizer):
             one.save_pretrained(model.name_or_path)
     trainer = trainer_classes[0 if options.stock else 1](
+        **({} if options.stock else {"prompt_once": options.prompt_once}),
         model=model,
         reward_funcs=reward,
         args=arguments,
@@ -304,6 +305,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=1, help="updates on each generation (num_iterations)")
+    parser.add_argument(
+        "--prompt-once", action="store_true", help="also between micro-batches, where prompts are shared"
+    )
     parser.add_argument("--attention", default="sdpa", help="stock attention, of rollouts too")
     for name, value in PRESETS["cpu"].items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help="instead of the preset's")

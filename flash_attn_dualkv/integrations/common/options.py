@@ -39,7 +39,8 @@ class Options(NamedTuple):
         share_lora_dropout: LoRA's dropout draws one mask for the one copy of a prompt, where stock
             training draws one for each response: another regulariser, and not exact.
         prompt_once: micro-batches that divide the samples of a prompt compute it once, keep its keys
-            and give it their gradients in a pass of its own. Of verl's FSDP engines.
+            and give it their gradients in a pass of its own. Of verl's FSDP engines, and of TRL's
+            trainers with rollouts.
     """
 
     enabled: bool = True

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from ...data.given import groups_of
 from ...data.images import images_of
-from ..common.siblings import fill
+from ..common.siblings import fill, linked
 
 
-def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def keep_siblings_together(slices: list[dict[str, Any]], window: int | None = None) -> list[dict[str, Any]]:
     """Move rows between equally large slices so that rows with equal prompts meet.
 
     TRL shuffles the completions before it divides them. The order of the prompts after the shuffle,
@@ -25,6 +26,8 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
         slices: of one generation batch: tensors whose first dimension is the rows, lists of rows,
             values that all rows have in common, or images as TRL keeps them. Others leave the
             slices as they are.
+        window: slices of an optimizer step. Those that share a prompt are neighbours then, and in one window where it
+            holds them.
     """
     stock, slices = slices, [split_pixel_values_by_grid(inputs) for inputs in slices]
     rows = _rows(slices)
@@ -35,7 +38,13 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
     prompts = merged["prompt_ids"].masked_fill(padding, -1).tolist()
     images = {name: value for name, value in merged.items() if isinstance(value, list) and isinstance(value[0], Tensor)}
     _, firsts = images_of(images, len(prompts))
-    parts = fill(groups_of(zip(map(tuple, prompts), firsts)), rows)
+    groups = groups_of(zip(map(tuple, prompts), firsts))
+    parts = fill(groups, rows)
+    if window is not None:
+        group_of = {row: number for number, group in enumerate(groups) for row in group}
+        clusters = linked([{group_of[row] for row in part} for part in parts])
+        places = fill(clusters, window if len(parts) % window == 0 else len(parts))
+        parts = [parts[place] for place in chain.from_iterable(places)]
     moved = [{name: _select(value, part) for name, value in merged.items()} for part in parts]
     return [unsplit_pixel_values_by_grid(inputs) for inputs in moved]
 

@@ -32,7 +32,7 @@ from ..common.options import REASONS, Options, Refusal, Refused, refusing
 from ..transformers.admission import table, unwrap
 from ..transformers.classifiers import check_classifier, values_of_rows
 from ..transformers.images import images_of_samples
-from ..transformers.packed_forward import PackedRow, packed_forward, packed_row
+from ..transformers.packed_forward import LAYOUT, PackedRow, packed_forward, packed_row
 
 logger = get_logger(__name__)
 
@@ -48,6 +48,7 @@ class Sharing(pipeline.Sharing):
         super().__init__(options, logger.warning)
         self.args = args  # of the trainer
         self.off: Refusal | None = None
+        self.tried: Any = None  # the outermost module, where it has been checked from outside
 
     def numbers(self, device: torch.device) -> Tensor:
         """Calls, replicated tokens, tokens, unread ones and fallbacks by reason, since this was last asked."""
@@ -108,6 +109,8 @@ class SharedForward:
 
     def answer(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
         """The output for a padded batch: TRL asks for scores, generation and some losses for logits."""
+        if LAYOUT in inputs:  # a row that is packed already: a piece of one, or a trial
+            return self.stock(*args, fused_lm_head=fused_lm_head, **inputs)
         if fused_lm_head:
             return self.score(args, {**inputs, "fused_lm_head": True})
         if torch.is_grad_enabled():
@@ -144,6 +147,7 @@ class SharedForward:
             self.causal_lm,
             devices[0] if devices else self.causal_lm.device,
             about_dropout=" (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)",
+            model=self.sharing.tried,
             **self.sharing.options.first_use,
         )
         media = table.media_among(inputs)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ...errors import SharedPromptError
 from ...parallel.agreement import all_ranks, largest_of_ranks
 from ..common.options import GONE, PREFIX, REASONS, Options, Refusal
 from ..common.pipeline import Verification, difference, savings
+from .prompt_once import PromptOnce
 from .regroup import keep_siblings_together
 from .sharing import Sharing
 
@@ -24,7 +26,13 @@ TOLERANCES = {32: 1e-4, 16: 0.05}
 
 
 class SiblingsTogetherMixin:
-    """A generating trainer: completions of a prompt share a micro-batch where they fit."""
+    """A generating trainer: completions of a prompt share a micro-batch where they fit.
+
+    Attributes:
+        siblings_window: micro-batches of an optimizer step, if those that share a prompt are to be in the same.
+    """
+
+    siblings_window: int | None = None
 
     def _prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = getattr(self, "_buffered_inputs", None)
@@ -32,7 +40,7 @@ class SiblingsTogetherMixin:
         slices = getattr(self, "_buffered_inputs", None)
         if slices is None or slices is before:
             return prepared
-        self._buffered_inputs = keep_siblings_together(slices)
+        self._buffered_inputs = keep_siblings_together(slices, self.siblings_window)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
 
@@ -48,6 +56,8 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         drop_unread: unread rows leave before the last layers.
         share_lora_dropout: let LoRA's dropout draw one mask for the one copy of a prompt, where stock training draws
             one for each completion: another regulariser, and not exact. False: with LoRA's dropout nothing is shared.
+        prompt_once: micro-batches of an optimizer step that have prompts in common are neighbours and compute them
+            once: keys and values of a prompt, and float32 sums of their gradients, are kept meanwhile.
 
     Everything else is the trainer's.
 
@@ -61,20 +71,28 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self._sharing_options = Options.checked(given)
         steps = self._sharing_options.verify_first_steps
         self._verification = Verification(steps, "policy")
-        if steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
-            got = f"{steps} for a {type(self).__name__}"
-            raise SharedPromptError("verify_first_steps", "0 for a trainer without rollouts", got)
+        self._once = PromptOnce(self) if self._sharing_options.prompt_once else None
+        for name, off in (("verify_first_steps", 0), ("prompt_once", False)):
+            value = getattr(self._sharing_options, name)
+            if value and not hasattr(super(), "_get_per_token_logps_and_entropies"):
+                raise SharedPromptError(
+                    name, f"{off} for a trainer without rollouts", f"{value} for a {type(self).__name__}"
+                )
         self._sharing: Sharing | None = None
         self._known_reasons: set[str] = set()
         self._logged: dict[str, list[float]] = {}  # numbers since the last line of the log, by mode
         super().__init__(*args, **kwargs)
         self._share()
+        if self._once is not None:
+            self.siblings_window = self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
+            self.add_callback(self._once.callback)  # type: ignore[attr-defined]
 
     def _share(self: Any) -> None:
         """Let the policy and the reference share prompts, as soon as TRL has prepared them."""
         if self._sharing is not None:
             return
-        _warn_of_small_batches(self.args)
+        if self._once is None:
+            _warn_of_small_batches(self.args)
         self._sharing = Sharing(self._sharing_options, self.args)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
@@ -89,14 +107,27 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self._log_sharing()
         return loss
 
+    def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = super().training_step  # type: ignore[misc]
+        with nullcontext() if self._once is None else self._once.step(model):
+            return stock(model, *args, **kwargs)
+
     def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        scorer = model if self._once is None else self._once.scorer(model, *args, **kwargs)
+        return self._verified(stock, scorer, *args, **kwargs)
+
+    def _verified(self: Any, stock: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Scores by the stock method; compared, if they are due, with those of stock attention."""
         if not torch.is_grad_enabled() or not self._verification.is_due("policy"):
             return stock(model, *args, **kwargs)
         with torch.no_grad(), self._sharing.paused():
             expected, *_ = stock(model, *args, **kwargs)
         scores = stock(model, *args, **kwargs)
-        return scores if self._agrees(scores[0], expected) else stock(model, *args, **kwargs)
+        # Siblings that have run as parts need this one.
+        if self._agrees(scores[0], expected) or (self._once is not None and not self._once.forgo()):
+            return scores
+        return stock(model, *args, **kwargs)
 
     def _agrees(self: Any, logps: Tensor, expected: Tensor) -> bool:
         """True if all ranks have stock attention's log-probabilities; if not, switches off."""
