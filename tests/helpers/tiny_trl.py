@@ -10,7 +10,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,6 +244,63 @@ def refused(made: Any, *call: Any, **options: Any) -> tuple[str, Any]:
     assert count == made._sharing.tally.calls
     assert made._sharing.tally.tokens == made._sharing.tally.replicated == call[1].sum()
     return reason, scores
+
+
+# --- windows: the slices of one optimizer step ------------------------------------------------------------------------
+
+
+def in_windows(cls: type, window: int) -> type:
+    """The trainer with slices as prompt_once lays them."""
+    return type(cls.__name__, (cls,), dict(siblings_window=window))
+
+
+def slices_of(shapes: list[tuple[int, list[int]]], rows: int, order: list[int] | None = None) -> list[dict[str, Any]]:
+    """Slices as TRL buffers them, of groups given as for `batch`."""
+    ids, mask, width = batch(shapes, order)
+    count, columns = len(ids), ids.shape[1] - width
+    generator = torch.Generator().manual_seed(3)
+    whole = dict(
+        prompt_ids=ids[:, :columns], prompt_mask=mask[:, :columns], completion_ids=ids[:, columns:],
+        completion_mask=mask[:, columns:], advantages=torch.randn(count, generator=generator),
+        old_per_token_logps=torch.randn(count, width, generator=generator) * 0.1 - 4.5,
+    )  # fmt: skip
+    return [
+        {
+            **{name: value[at : at + rows] for name, value in whole.items()},
+            "num_items_in_batch": mask[:, columns:].sum(),
+        }
+        for at in range(0, count, rows)
+    ]
+
+
+class Buffered:
+    """Trains on slices that are there already; put before a trainer."""
+
+    def _prepare_inputs(self: Any, inputs: Any) -> Any:
+        return self._buffered_inputs[self._step % len(self._buffered_inputs)]
+
+
+def prepared(cls: Any, model: Any, out: Path, slices: list[dict[str, Any]], **options: Any) -> Any:
+    """A trainer whose window has these slices."""
+    kind = type(cls.__name__, (Buffered, cls), {})
+    count, rows = len(slices), len(slices[0]["prompt_ids"])
+    config = dict(per_device_train_batch_size=rows, gradient_accumulation_steps=count, loss_type="dapo")
+    made = trainer(kind, model, out, arguments=options, num_generations=count * rows, **config)
+    made._buffered_inputs, made.current_gradient_accumulation_steps = slices, count
+    made.create_optimizer()
+    return made
+
+
+def window(made: Any, model: Any = None) -> list[float]:
+    """Losses of the steps of a window, whose gradients are left in the model; of a wrapped one, as trainers do it."""
+    losses, model = [], made.model if model is None else model
+    made.callback_handler.on_step_begin(made.args, made.state, made.control)
+    last = len(made._buffered_inputs) - 1
+    for place in range(last + 1):
+        made.accelerator.gradient_state._set_sync_gradients(place == last)
+        with quiet(), nullcontext() if place == last else made.accelerator.no_sync(model):
+            losses.append(made.training_step(model, {}, None).item())
+    return losses
 
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 regroup = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.regroup")
+siblings = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.common.siblings")
 
 
 def slices(prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
@@ -94,3 +95,31 @@ def test_what_is_not_divided_by_rows_is_left_alone() -> None:
     assert regroup.keep_siblings_together(before) is before
     one_slice = slices([[1], [2]], 1)
     assert regroup.keep_siblings_together(one_slice) is one_slice
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6), rows=st.integers(1, 3), seed=st.integers(0, 99))
+def test_slices_of_a_prompt_are_neighbours_in_a_window(sizes: list[int], rows: int, seed: int) -> None:
+    """Prompts of whole slices: no more windows than needed have a part of them, and their slices stand together."""
+    window = 4
+    sizes += [1] * (-sum(sizes) % window)
+    prompts = [[9 + group] for group, size in enumerate(sizes) for _ in range(size * rows)]
+    random.Random(seed).shuffle(prompts)
+    after = regroup.keep_siblings_together(slices(prompts, sum(sizes)), window)
+    order = [{*own["prompt_ids"].flatten().tolist()} for own in after]
+    assert all(len(own) == 1 for own in order)
+    assert sorted(chain.from_iterable(own["row"].tolist() for own in after)) == list(range(len(prompts)))
+    windows = [[own for (own,) in order[at : at + window]] for at in range(0, len(order), window)]
+    whole = {
+        len({*own}) == len([1 for at, prompt in enumerate(own) if not at or own[at - 1] != prompt]) for own in windows
+    }
+    assert whole == {True}
+    if sizes.count(1) >= sizes.count(3):  # windows can be filled without a cut
+        for group, size in enumerate(sizes):
+            assert sum(9 + group in own for own in windows) == 1, (group, size)
+
+
+def test_sets_that_are_linked() -> None:
+    assert siblings.linked([{1}, {2}, {1, 3}, {4}, {2, 3}, {5}]) == [[0, 1, 2, 4], [3], [5]]
+    assert siblings.linked([{1, 2}, {2, 3}, {1, 4}]) == [[0, 1, 2]]
+    assert siblings.linked([]) == []
