@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -260,7 +261,8 @@ class _Grown:
 
 
 def split_with_trunks(tree: PrefixTree, max_tokens: int, kept: float, **options: float) -> list[list[int]]:
-    """Micro-batches of `split_by_token_budget`, or with as much room beside trunks as these keep if that costs less.
+    """Micro-batches of `split_by_token_budget`; or, if these cost less, those of each tree that does not fit apart from
+    others, with room for what trunks keep.
 
     A row of a trunk counts as one at least. `options`: of `divided_trees`.
 
@@ -275,9 +277,21 @@ def split_with_trunks(tree: PrefixTree, max_tokens: int, kept: float, **options:
         return rows + sum(sum(divided.tree.node_lens) + (passes - 1) * divided.trunk_rows for divided in found)
 
     stock = split_by_token_budget(tree, max_tokens=max_tokens)
+    sizes = Counter[int]()
+    for root, size in zip(tree.roots, tree.node_lens):
+        sizes[root] += size
+    groups: dict[int, list[int]] = {}
+    for index, leaf in enumerate(tree.leaves):
+        root = tree.roots[leaf] if leaf >= 0 else -1
+        groups.setdefault(root if sizes[root] > max_tokens else -1, []).append(index)
     with suppress(SharedPromptError):  # no room for a sequence beside what is kept
-        scaled = _scaled(tree, max_tokens, max(1.0, kept))
-        return min(stock, split_by_token_budget(scaled, max_tokens=max_tokens), key=work)
+        scaled = {root: _scaled(tree.take(chosen), max_tokens, max(1.0, kept)) for root, chosen in groups.items()}
+        others = [
+            [chosen[at] for at in part]
+            for root, chosen in groups.items()
+            for part in split_by_token_budget(scaled[root], max_tokens=max_tokens)
+        ]
+        return min(stock, others, key=work)
     return stock
 
 
