@@ -49,6 +49,7 @@ class Engine:
         backend: of attention, as vLLM names it; None: vLLM's default; CUSTOM: this package.
         exact: of this package.
         graphs: vLLM's mode of CUDA graphs; None: its default.
+        compiles: vLLM's compilation, of its own operators and without code that is generated.
         runner: "1" or "2", vLLM's model runner; None: its default.
         rollouts: groups, responses of each, tokens of a prompt, fewest and most tokens of a response.
         routers: which divide a rollout among replicas; then the last of its numbers is the mean of lengths.
@@ -65,6 +66,7 @@ class Engine:
     backend: str | None = None
     exact: str | None = None
     graphs: str | None = None
+    compiles: bool = True
     runner: str | None = None
     rollouts: list[list[int]] = field(default_factory=list)
     routers: list[str] = field(default_factory=list)
@@ -198,9 +200,8 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
             "load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": True,
             "max_num_seqs": requests, "max_model_len": length, "gpu_memory_utilization": 0.85, "seed": 0,
             "kernel_config": {"enable_flashinfer_autotune": False},
-            # vLLM's own operators, and no code that is generated.
             "compilation_config": {
-                "mode": 3, "backend": "eager", "cudagraph_capture_sizes": sizes, **graphs,
+                "mode": 3 if engine.compiles else 0, "backend": "eager", "cudagraph_capture_sizes": sizes, **graphs,
             },
         }  # fmt: skip
         if engine.backend is not None:
