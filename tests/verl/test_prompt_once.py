@@ -38,6 +38,7 @@ from flash_attn_dualkv.integrations.common.options import Options
 from flash_attn_dualkv.integrations.verl import engine as engines
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 
+NO_SYNC = f"++{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=True"
 SHORT_NODES = f"{MODEL}.shared_prompt_min_shared=4"
 
 
@@ -59,8 +60,7 @@ ONE_RANK = [
     case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16",
          "actor_rollout_ref.model.target_modules=[q_proj,v_proj]", micro=2, updates=3),
     case("MoE", model=Model("qwen3_moe", experts=4, experts_per_token=2), micro=2),
-    case("synchronised in each backward", f"++{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=False",
-         micro=2),
+    case("synchronised at the end", NO_SYNC, micro=2),
     case("a prompt in two passes", tokens=1250, batch=LONG),
     case("scored rows in two passes", tokens=1000, batch=COMMON),
     case("turns", SHORT_NODES, micro=1, batch=TURNS),
@@ -73,6 +73,8 @@ ONE_RANK = [
 ]  # fmt: skip
 TWO_RANKS = [
     case("2 ranks, single samples", micro=1, batch=Uneven(), balance="none", updates=3),
+    case("2 ranks, synchronised at the end", NO_SYNC, micro=1, batch=Uneven(), balance="none"),
+    case("2 ranks, fsdp1, synchronised at the end", NO_SYNC, engine="fsdp", micro=2, batch=Uneven(), balance="none"),
     case("2 ranks, trunks of one", micro=2, batch=Uneven(), balance="none"),
     case("2 ranks, fsdp1", engine="fsdp", micro=1, batch=Uneven(), balance="none", trainer="v0"),
     case("2 ranks, dynamic", tokens=110, batch=Batch(prompts=4, responses=5, shuffled=True), updates=3),
