@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +27,11 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from rule_task import PRESETS, add_preset, compute_score, make_model, make_prompts, make_tokenizer
 
 from flash_attn_dualkv.integrations.transformers import register_decode
 from flash_attn_dualkv.integrations.trl import SharedPromptGRPOTrainer, SharedPromptRLOOTrainer
 
-RULES: dict[str, Callable[[int], bool]] = {
-    "even": lambda number: number % 2 == 0,
-    "small": lambda number: number < 50,
-    "round": lambda number: number % 10 == 0,
-}
-_SMALL = dict(vocabulary=106, dtype="float32", completion=16, prompts=4)
-_QWEN3 = dict(
-    layers=28, heads=16, head_dim=128, vocabulary=151936, dtype="bfloat16", prompt=4096, completion=512, responses=16,
-    prompts=8, micro_batch=16, page=256, learning_rate=1e-6,
-)  # fmt: skip
-PRESETS: dict[str, dict[str, Any]] = {
-    "cpu": dict(
-        **_SMALL, layers=2, hidden=64, heads=2, head_dim=64, prompt=128, responses=8, micro_batch=32, page=16,
-        learning_rate=5e-3,
-    ),
-    "gpu": dict(
-        **_SMALL, layers=4, hidden=1024, heads=16, head_dim=64, prompt=2048, responses=16, micro_batch=64, page=256,
-        learning_rate=4e-6,
-    ),
-    "qwen3-0.6b": dict(**_QWEN3, hidden=1024),
-    "qwen3-1.7b": dict(**_QWEN3, hidden=2048),
-}  # fmt: skip
 # Configuration, TRL's trainer, the one that shares prompts.
 TRAINERS = {
     "grpo": (trl.GRPOConfig, trl.GRPOTrainer, SharedPromptGRPOTrainer),
@@ -68,57 +42,8 @@ TRAINERS = {
 ROLLOUTS = ("generate", "batching", "decode", "vllm", "vllm-decode")
 
 
-def make_tokenizer(vocabulary: int) -> Any:
-    words = ["<pad>", "<bos>", "<eos>", *RULES]
-    words += map(str, range(vocabulary - len(words)))
-    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    inner.pre_tokenizer = WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-
-
-def make_model(tokenizer: Any, options: argparse.Namespace, device: str) -> Any:
-    config = transformers.Qwen3Config(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        intermediate_size=3 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.heads // 2,
-        head_dim=options.head_dim,
-        tie_word_embeddings=options.preset.startswith("qwen3"),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(options.seed)
-    with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=options.attention, dtype=getattr(torch, options.dtype)
-        )
-
-
-def make_prompts(options: argparse.Namespace) -> Dataset:
-    """As many as all steps need, each with as many words as asked for: numbers, and in the end the rule."""
-    draw = random.Random(options.seed)
-
-    def prompt() -> dict[str, str]:
-        numbers = [str(draw.randrange(options.vocabulary - 3 - len(RULES))) for _ in range(options.prompt - 1)]
-        rule = draw.choice(list(RULES))
-        return {"prompt": " ".join([*numbers, rule]), "rule": rule}
-
-    return Dataset.from_list([prompt() for _ in range(options.prompts * options.steps)])
-
-
 def reward(completions: list[str], rule: list[str], **_: Any) -> list[float]:
-    """The share of words that are numbers and obey the rule."""
-
-    def share(text: str, obeys: Callable[[int], bool]) -> float:
-        words = text.split()
-        return sum(word.isdigit() and obeys(int(word)) for word in words) / max(1, len(words))
-
-    return [share(text, RULES[name]) for text, name in zip(completions, rule)]
+    return [compute_score("rule", text, name) for text, name in zip(completions, rule)]
 
 
 class Clock(transformers.TrainerCallback):
@@ -262,7 +187,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
         model=model,
         reward_funcs=reward,
         args=arguments,
-        train_dataset=make_prompts(options),
+        train_dataset=Dataset.from_list(make_prompts(options)),
         processing_class=tokenizer,
     )
     facts = {
@@ -309,12 +234,7 @@ def main() -> None:
         "--prompt-once", action="store_true", help="also between micro-batches, where prompts are shared"
     )
     parser.add_argument("--attention", default="sdpa", help="stock attention, of rollouts too")
-    for name, value in PRESETS["cpu"].items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help="instead of the preset's")
-    options = parser.parse_args()
-    for name, value in PRESETS[options.preset].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options = add_preset(parser)
     if (samples := options.prompts * options.responses) % options.micro_batch:
         parser.error(f"--micro-batch: expected a divisor of the {samples} samples of a step, got {options.micro_batch}")
     options.out.mkdir(parents=True, exist_ok=True)

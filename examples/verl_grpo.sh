@@ -5,8 +5,11 @@
 #   TRAIN=train.parquet VAL=test.parquet examples/verl_grpo.sh
 #   MODEL=Qwen/Qwen3-8B GPUS=4 N=32 examples/verl_grpo.sh actor_rollout_ref.actor.entropy_coeff=0.01
 #
-# All that follows the script's name goes to verl as it stands. Without the line of external_lib it
-# is verl's own.
+# All that follows the script's name goes to verl as it stands. Three settings are this package:
+# external_lib for updates and log-probabilities, vLLM's attention backend and the router for
+# rollouts. verl's own, for comparison, and a task to try it on: examples/rule_task.py
+#
+#   ATTENTION= ROUTER= examples/verl_grpo.sh actor_rollout_ref.model.external_lib=null
 set -euo pipefail
 
 : "${MODEL:=Qwen/Qwen3-1.7B}"                  # a name on the Hugging Face hub, or a folder
@@ -15,6 +18,8 @@ set -euo pipefail
 : "${GPUS:=8}"
 : "${ROLLOUT:=vllm}"                           # or sglang
 : "${TENSOR_PARALLEL:=1}"                      # GPUs of one rollout engine
+# Decoding on this package, with vLLM; ATTENTION= takes vLLM's own.
+: "${ATTENTION=CUSTOM}"
 # A prompt's responses on one engine; ROUTER= takes verl's own balancer, which scatters them.
 : "${ROUTER=$(python -m flash_attn_dualkv.integrations.verl.router)}"
 : "${N:=16}"                                   # responses to a prompt
@@ -47,6 +52,7 @@ exec python -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.tensor_model_parallel_size="$TENSOR_PARALLEL" \
     actor_rollout_ref.rollout.n="$N" \
     actor_rollout_ref.rollout.router_config_path="$ROUTER" \
+    ${ATTENTION:+"+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=$ATTENTION"} \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node="$GPUS" \
     trainer.logger='["console"]' \

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("trainers.md", "limits.md"))
 PYTHON = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$ARGUMENTS"
-echo "printed_by_$2"
+echo "of_$2"
 """
 
 
@@ -60,12 +60,12 @@ def test_the_example(tmp_path: Path) -> None:
     config = configuration(found[2:])
     validate_config(config, need_reference_policy(config), need_critic(config))
     model, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
-    assert model.external_lib == "flash_attn_dualkv.integrations.verl"
+    ours = (model.external_lib, rollout.router_config_path, rollout.engine_kwargs.vllm.attention_backend)
+    assert ours == ("flash_attn_dualkv.integrations.verl", "of_flash_attn_dualkv.integrations.verl.router", "CUSTOM")
     assert (config.trainer.n_gpus_per_node, config.trainer.test_freq, rollout.n) == (4, 7, 32)
     assert not need_critic(config) and need_reference_policy(config)
-    assert rollout.router_config_path == "printed_by_flash_attn_dualkv.integrations.verl.router"
-    own = configuration(arguments(tmp_path, ROUTER="")[2:]).actor_rollout_ref.rollout
-    assert not omega_conf_to_dataclass(own).router_config_path
+    own = configuration(arguments(tmp_path, ROUTER="", ATTENTION="")[2:]).actor_rollout_ref.rollout
+    assert not omega_conf_to_dataclass(own).router_config_path and own.engine_kwargs.vllm == {}
     # One setting for the update, the old log-probabilities and the reference.
     assert actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu == 20000
     for one in (rollout, config.actor_rollout_ref.ref):
