@@ -47,6 +47,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": dict(**_QWEN3, hidden=2048),
 }  # fmt: skip
 
+# Tokens by which verl divides the turns of a model of type qwen3, and without which it runs none.
+QWEN_TOKENS = ["\n", "<|im_end|>"]
+
 
 def add_preset(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Options of the command line, whose defaults are the preset's."""
@@ -75,7 +78,7 @@ def make_tokenizer(vocabulary: int) -> Any:
 
 def make_model(tokenizer: Any, options: argparse.Namespace, device: str) -> Any:
     config = transformers.Qwen3Config(
-        vocab_size=options.vocabulary,
+        vocab_size=len(tokenizer),
         hidden_size=options.hidden,
         intermediate_size=3 * options.hidden,
         num_hidden_layers=options.layers,
@@ -120,7 +123,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attention", default="sdpa")
     options = add_preset(parser)
+    options.vocabulary -= len(QWEN_TOKENS)
     tokenizer = make_tokenizer(options.vocabulary)
+    tokenizer.add_tokens(QWEN_TOKENS, special_tokens=True)
     for part in (tokenizer, make_model(tokenizer, options, "cuda" if torch.cuda.is_available() else "cpu")):
         part.save_pretrained(options.out / "model")
     rows = [
