@@ -287,13 +287,13 @@ def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log.logger, "log", lambda level, message, *rest: said.append(message % rest))
     monkeypatch.setattr(log.logger, "info", lambda *_: None)
 
-    def read(statistics: Statistics, groups: int, siblings: int, alone: int = 0) -> str:
+    def read(statistics: Statistics, groups: int, siblings: int, alone: int = 0, length: int = 80) -> str:
         """A step of so many groups of so many siblings, with a page each of their prompt, and requests alone."""
         said.clear()
         firsts = np.concatenate([np.repeat(np.arange(groups), siblings), groups + np.arange(alone)])
         table = torch.from_numpy(np.stack([firsts, 10_000 + np.arange(len(firsts))], axis=1).astype(np.int32))
         keys, cuts = (
-            torch.full((len(firsts),), 20, dtype=torch.int32),
+            torch.full((len(firsts),), length, dtype=torch.int32),
             torch.full((len(firsts),), 16, dtype=torch.int32),
         )
         for _ in range(2):
@@ -311,6 +311,7 @@ def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     together = fresh()
     assert read(fresh(), 0, 0, alone=15) == read(together, 16, 3) == read(together, 0, 0, alone=20) == ""
     assert "20 requests have 20 prompts" in read(fresh(), 0, 0, alone=20)
+    assert read(fresh(), 0, 0, alone=64, length=1) == ""  # of vLLM's warm-up
 
 
 def test_statistics_of_many_pages() -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .log import logger, say_once
 
-# Among so many requests, with fewer than so many to a prompt, the log says what keeps siblings together.
-_MANY, _FEW_SIBLINGS = 16, 3
+# Among so many requests, with fewer than so many to a prompt, the log says what keeps siblings together. Those of
+# vLLM's warm-up have a key each.
+_MANY, _FEW_SIBLINGS, _SHORT = 16, 3, 64
 _ROUTER = "router_config_path=$(python -m flash_attn_dualkv.integrations.verl.router)"
 
 
@@ -123,7 +124,8 @@ class Statistics:
         last requests of a rollout are those of many prompts, wherever their siblings were.
         """
         self._most = max(self._most, reading.requests)
-        if reading.requests < max(_MANY, self._most / 2) or reading.requests >= _FEW_SIBLINGS * reading.prompts:
+        is_large = reading.requests >= max(_MANY, self._most / 2) and reading.keys >= _SHORT * reading.requests
+        if not is_large or reading.requests >= _FEW_SIBLINGS * reading.prompts:
             return
         text = (
             f"{reading.requests} requests have {reading.prompts} prompts. If more samples of each are drawn than that, "
