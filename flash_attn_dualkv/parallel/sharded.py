@@ -175,9 +175,9 @@ _outer: ContextVar[Common | None] = ContextVar("dualkv_common", default=None)
 def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
     """Compare what the body notes with what it notes on the other ranks of groups, before any of them goes on.
 
-    Every rank must enter. The body ends with one gathering of a few numbers (in each group, if there are several), and
-    the host reads the result. A rank whose body raises takes part as well, because the others would wait for it. One
-    inside of another adds to what that one compares.
+    Every rank must enter. The body ends with one reduction of two numbers (in each group, if there are several), which
+    the host reads; where they differ another one says what does. A rank whose body raises takes part as well, because
+    the others would wait for it. One inside of another adds to what that one compares.
 
     Raises:
         SharedPromptError: on all ranks, something differs or a rank has failed; there, what the body raises.
@@ -192,14 +192,17 @@ def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
     token = _outer.set(common)
     try:
         yield common
-        own = _numbers(common)
+        own = _digest(common)
     except Exception:
         with suppress(Exception):  # what the body raises says more
+            _are_equal(groups, torch.full((2,), ~_UNKNOWN))
             _gathered(groups, _numbers(Common(), failed=dist.get_rank()))
         raise
     finally:
         _outer.reset(token)
-    found = [*zip(*_gathered(groups, own))]
+    if _are_equal(groups, own):
+        return
+    found = [*zip(*_gathered(groups, _numbers(common)))]
     failed = next((rank for rank in found[0] if rank != _UNKNOWN), None)
     if failed is not None:
         expected, got = "ranks that all come to this micro-batch", f"an error on rank {failed}, which says there why"
@@ -208,6 +211,33 @@ def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
     if differing:
         expected = "the same on all ranks that divide its row (a sampler gives them the same samples)"
         raise SharedPromptError("batch", expected, f"other {', '.join(differing)} on some")
+
+
+def _are_equal(groups: Sequence[Any], digest: Tensor) -> bool:
+    """Whether all ranks of the groups have the digest; never, if one has the largest number twice."""
+    for group in groups:
+        digest = digest.to(device_of_group(group))
+        dist.all_reduce(digest, dist.ReduceOp.MAX, group=group)
+    most, least = digest.tolist()
+    return bool(most == ~least)
+
+
+@untraced
+def _digest(common: Common) -> Tensor:
+    """(2,) a number that stands for all values, and its complement, whose maximum is that of the minimum.
+
+    Few launches: each takes the host longer than the GPU.
+    """
+    values = [common.get(name) for name in _COMMON]
+    tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]
+    number = hash((*map(_number_of, values), *map(len, tensors)))
+    if not tensors:
+        return torch.tensor([number, ~number])
+    device = tensors[0].device
+    row = torch.cat([tensor.to(device) for tensor in tensors]) if len(tensors) > 1 else tensors[0]
+    weights = _weights_of(len(row), device)
+    own = torch.addcmul(weights, row, weights).sum() + number
+    return torch.stack([own, ~own])
 
 
 def _gathered(groups: Sequence[Any], numbers: Tensor) -> list[list[int]]:

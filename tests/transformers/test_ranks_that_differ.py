@@ -23,7 +23,7 @@ from tiny_models import dualkv, tiny_model
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree, pack_shared_prompts
 from flash_attn_dualkv.parallel import sharded
 from flash_attn_dualkv.parallel.context import ContextLayout
-from flash_attn_dualkv.parallel.sharded import Common, DividedLayout, _numbers, same_on_all_ranks
+from flash_attn_dualkv.parallel.sharded import Common, DividedLayout, _digest, _numbers, same_on_all_ranks
 from flash_attn_dualkv.parallel.ulysses import UlyssesLayout
 
 Call = Callable[[int], Any]  # of a rank
@@ -193,15 +193,20 @@ def test_ranks_that_are_divided_twice() -> None:
 
 def test_numbers_depend_on_values_and_their_order() -> None:
     orders = [torch.tensor(one) for one in itertools.permutations(range(7))]
-    orders += [torch.tensor([0] * count) for count in range(9)]
-    assert len({tuple(_numbers(Common(input_ids=one))[0].tolist()) for one in orders}) == len(orders)
+    orders += [torch.tensor([0] * count, dtype=torch.int64) for count in range(9)]
+    for read in (lambda common: _numbers(common)[0], _digest):
+        assert len({tuple(read(Common(input_ids=ids)).tolist()) for ids in orders}) == len(orders)
+    both = [_digest(Common(input_ids=ids[:4], token_index=ids[4:])).tolist() for ids in orders if len(ids) == 7]
+    assert len({*map(tuple, both)}) == len(both) and all(most == ~least for most, least in both)
+    longer, shorter = (Common(input_ids=orders[0][:cut], token_index=orders[0][cut:]) for cut in (5, 3))
+    assert _digest(longer).tolist() != _digest(shorter).tolist()
 
 
 def test_numbers_are_the_same_in_all_processes() -> None:
     """Python's own hash of a string is not."""
     values = "sharing='ratio', options='1.0', pad=3, response_lens=(3, -1), input_ids=torch.arange(9)"
-    imports = "import torch; from flash_attn_dualkv.parallel.sharded import Common, _numbers"
-    code = f"{imports}; print(_numbers(Common({values})))"
+    imports = "import torch; from flash_attn_dualkv.parallel.sharded import Common, _digest, _numbers"
+    code = f"{imports}; print(_numbers(Common({values})), _digest(Common({values})))"
     printed = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
         for seed in ("1", "2")
@@ -215,7 +220,8 @@ def test_nothing_is_sent_on_one_rank() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharded, "all_gather", lambda *args, **options: pytest.fail("something is sent"))
+            for module, name in ((sharded, "all_gather"), (dist, "all_reduce")):
+                patch.setattr(module, name, lambda *args, **options: pytest.fail("something is sent"))
             assert divide("context", SAME).ranks == 1
     finally:
         dist.destroy_process_group()
