@@ -28,7 +28,7 @@ def test_numbers_stay(name: str) -> None:
     ids, mask, scored = (torch.zeros(len(rows), 24, dtype=torch.int64) for _ in range(3))
     for at, (row, prompt) in enumerate(zip(rows, samples.prompts)):
         ids[at, : len(row)], mask[at, : len(row)], scored[at, len(prompt) : len(row)] = torch.tensor(row), 1, 1
-    scores = padded.PaddedScores(padded.PaddedScores.options_of(1.1, True, 1))
+    scores = padded.PaddedScores.of(min_dedup_ratio=1.1, min_shared=1)
     model = tiny_model("qwen3", attention="sdpa", **options).train()
     found = scores.score(model, ids, mask, scored.bool(), temperature=0.7, with_entropy=True)
     if found is not None:
