@@ -230,13 +230,12 @@ def _digest(common: Common) -> Tensor:
     """
     values = [common.get(name) for name in _COMMON]
     tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]
-    number = hash((*map(_number_of, values), *map(len, tensors)))
+    number = hash((*map(_number_of_host, values), *map(len, tensors)))
     if not tensors:
         return torch.tensor([number, ~number])
     device = tensors[0].device
     row = torch.cat([tensor.to(device) for tensor in tensors]) if len(tensors) > 1 else tensors[0]
-    weights = _weights_of(len(row), device)
-    own = torch.addcmul(weights, row, weights).sum() + number
+    own = _weighted_sum(row) + number
     return torch.stack([own, ~own])
 
 
@@ -250,27 +249,26 @@ def _gathered(groups: Sequence[Any], numbers: Tensor) -> list[list[int]]:
 
 @untraced
 def _numbers(common: Common, failed: int = _UNKNOWN) -> Tensor:
-    """(1, 1 + n): the rank that has failed, and what stands for each value.
-
-    For a tensor that is the sum of its integers, each plus 1 and times a number of its place: few launches.
-    """
-    values = [common.get(name) for name in _COMMON]
-    tensors = {at: tensor for at, tensor in enumerate(values, 1) if isinstance(tensor, Tensor) and not tensor.is_meta}
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    own = torch.tensor([[failed, *map(_number_of, values)]], pin_memory=device.type == "cuda")
-    own = own.to(device, non_blocking=True)
-    for at, tensor in tensors.items():
-        tensor = tensor.to(device)
-        weights = _weights_of(len(tensor), device)
-        torch.sum(torch.addcmul(weights, tensor, weights), 0, out=own[0, at])
-    return own
+    """(1, 1 + n): the rank that has failed, and what stands for each value."""
+    return torch.tensor([[failed, *(_number_of(common.get(name)) for name in _COMMON)]])
 
 
 def _number_of(value: Any) -> int:
+    is_known = isinstance(value, Tensor) and not value.is_meta
+    return int(_weighted_sum(value)) if is_known else _number_of_host(value)
+
+
+def _number_of_host(value: Any) -> int:
     """That of a value of the host: the hash of integers is the same in all processes, unlike that of strings."""
     if value is None or isinstance(value, Tensor):
         return _UNKNOWN
     return hash(tuple(value.encode()) if isinstance(value, str) else value)
+
+
+def _weighted_sum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's integers, each plus 1 and times a number of its place; it wraps."""
+    weights = _weights_of(len(tensor), tensor.device)
+    return torch.addcmul(weights, tensor, weights).sum()
 
 
 @torch.inference_mode(False)  # kept for calls outside of it
