@@ -103,7 +103,8 @@ def pack(shape: Shape, ids: Tensor, chosen: Sequence[int] | None = None) -> Any:
         by_name = {name: [one[name] for one in images] for name in images[0]} if images else None
         return pack_shared_prompts(*map(list, zip(*pairs)), images=by_name)
     masks = [torch.cat([torch.zeros_like(above), torch.ones_like(own)]) for above, own in pairs]
-    return pack_prefix_tree([*map(torch.cat, pairs)], loss_mask=masks, min_shared=1)  # the nodes as they are
+    # The nodes as they are.
+    return pack_prefix_tree([*map(torch.cat, pairs)], loss_mask=masks, min_shared=1, boundary="gather")
 
 
 def shared_step(shape: Shape, ids: Tensor, model: Any, drop_unread: bool) -> Step:
