@@ -32,8 +32,7 @@ class Weight(NamedTuple):
 
     `recorded` is where it stands as long as it is above the bar. It only goes down, but for a feature that brings a
     budget of its own: prompts once (1,780 lines of the package), vLLM's range of versions (85), verl's router (299),
-    ranks that are compared in one reduction (17);
-    hybrids of vLLM and replicas (117 of the benchmarks).
+    ranks that are compared in one reduction (17); hybrids of vLLM, replicas and whole steps of verl (220 of the benchmarks).
     """
 
     name: str
@@ -114,8 +113,8 @@ def weights() -> list[Weight]:
         Weight("package without contrib", lines_of(package) - lines_of(contrib), 10_800, 14_516),
         Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 9_069),
         Weight("contrib", lines_of(contrib), 1_000),
-        Weight("tests", lines_of("tests"), 18_000, 27_965),
-        Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_380),
+        Weight("tests", lines_of("tests"), 18_000, 27_994),
+        Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_465),
         Weight("words of docs/*.md", words, 17_000),
         Weight("variables called one", sum(source.names("one") for source in everything), 500),
         Weight("summaries that are clauses", sum(source.clauses for source in everything), 40),
