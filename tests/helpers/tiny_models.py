@@ -241,7 +241,7 @@ class Tolerance:
     gradient: float
 
 
-TOLERANCES = {torch.float64: Tolerance(1e-7, 2e-6), torch.float32: Tolerance(5e-6, 5e-6)}
+TOLERANCES = {torch.float64: Tolerance(1e-7, 2e-6), torch.float32: Tolerance(5e-6, 1e-5)}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
