@@ -189,7 +189,7 @@ class Case:
         learning_rate: at 0 weights stay as they are, and the next case has the same worker if it differs in
             micro-batches only.
         warm: calls of so many of each rank's samples come before those that are recorded.
-        once: the plug-in's prompt_once.
+        once: the plug-in's prompt_once; None: its default.
     """
 
     name: str
@@ -211,7 +211,7 @@ class Case:
     inferences: int = 1
     infers_at_the_end: bool = True
     warm: int = 0
-    once: bool = False
+    once: bool | None = False
 
     @property
     def worker(self) -> Case:

@@ -109,8 +109,8 @@ def configuration(case: Case, folder: str, ranks: int) -> Any:
         else:
             settings.append(f"+{role}.model.override_config.attn_implementation={case.attention}")
             settings.append(f"{engine}.ulysses_sequence_parallel_size={case.sp}")
-        if case.once:
-            settings.append(f"+{role}.model.override_config.shared_prompt_prompt_once=True")
+        if case.shares and case.once is not None:
+            settings.append(f"+{role}.model.override_config.shared_prompt_prompt_once={case.once}")
     for prefix in (f"{actor}.ppo", f"{rollout}.log_prob", "actor_rollout_ref.ref.log_prob", "critic.ppo"):
         where, _, name = prefix.rpartition(".")
         flag = f"{where}.use_dynamic_bsz" if name == "ppo" else f"{prefix}_use_dynamic_bsz"

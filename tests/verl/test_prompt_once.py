@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
-from verl_inputs import Batch, Case, Found, Model, TreeBatch
+from verl_inputs import Batch, Case, Found, Model, TreeBatch, worker_input
 from verl_runs import (
     ACTOR,
     FUSED,
@@ -36,6 +36,7 @@ from verl_runs import (
 
 from flash_attn_dualkv.integrations.common.options import Options
 from flash_attn_dualkv.integrations.verl import engine as engines
+from flash_attn_dualkv.integrations.verl.micro_batches import Trunks, grouped_micro_batches
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 
 NO_SYNC = f"++{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=True"
@@ -92,6 +93,7 @@ AS_WITHOUT = [
 ]  # fmt: skip
 AS_WITHOUT_RANKS = [case("Ulysses", sp=2, micro=2)]
 RAISING = case("raising", micro=2)
+UNASKED = case("unasked", micro=2)
 VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=1", micro=2)
 WITH_RAISING = "actor_rollout_ref.model.external_lib=[flash_attn_dualkv.integrations.verl,raising]"
 
@@ -108,8 +110,9 @@ def once(setup: Case, *overrides: str) -> Case:
 def one_rank() -> dict[str, Found]:
     without = [replace(ours(setup), name=f"without, {setup.name}") for setup in [*AS_WITHOUT, STAYS]]
     cases = [*ONE_RANK, *AS_WITHOUT, VERIFIED]
-    shared = [*without, *map(once, [STAYS, *cases]), once(RAISING, WITH_RAISING)]
-    return run_beside([*cases, RAISING], shared)
+    unasked = replace(ours(UNASKED), once=None)
+    shared = [*without, *map(once, [STAYS, *cases]), once(RAISING, WITH_RAISING), unasked]
+    return run_beside([*cases, RAISING, UNASKED], shared)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +178,24 @@ def test_verified(one_rank: dict[str, Found]) -> None:
     assert second["shared_prompt/trunks"] == 2.0
 
 
+def test_unasked(one_rank: dict[str, Found]) -> None:
+    """By default a model whose keys take less memory than other rows keeps prompts."""
+    pair = both(one_rank, UNASKED)
+    pair.check_equal()
+    assert {metrics["trunks"] for metrics in pair.metrics} == {2.0}
+
+
+@pytest.mark.parametrize(("kept", "ratio", "is_asked", "trees"), [
+    (1.0, 1.05, False, 2), (1.3, 1.05, False, 0), (1.3, 1.05, True, 2), (1.0, 9.0, False, 0),
+])  # fmt: skip
+def test_unasked_trunks_need_no_more_memory(kept: float, ratio: float, is_asked: bool, trees: int) -> None:
+    """Than the largest micro-batch has without; those that are asked for may."""
+    data = worker_input(Batch(prompts=2, shortest=1.0).samples(512), {}, "v1", use_dynamic_bsz=False)
+    tu.assign_non_tensor(data, micro_batch_size_per_gpu=2)
+    found = grouped_micro_batches(data, None, Options(), None, trunks=Trunks(kept, ratio, 1.25, is_asked))
+    assert found is not None and len(found.trees) == trees
+
+
 def test_a_worker_that_stays(one_rank: dict[str, Found]) -> None:
     """The option alone differs."""
     pair = Pair(*(one_rank[f"{name}, {STAYS.name}"] for name in ("without", "ours")))
@@ -207,7 +228,7 @@ class _Engine(engines._SharedPrompts):
         self.stock_module = self.stock_module or SimpleNamespace(config=config)
         self.use_ulysses_sp, self.ulysses_sequence_parallel_size = options.pop("ranks", 1) > 1, 2
         self.pad_to_length = options.pop("pad", False)
-        self.options, self.announced, self.is_forward_only = Options(**options), set(), False
+        self.options, self.announced, self.is_forward_only = Options(prompt_once=True, **options), set(), False
 
 
 def samples(**others: Any) -> TensorDict:
@@ -247,6 +268,7 @@ def test_reasons(options: Any, others: Any, reason: str | None, caplog: pytest.L
 
 def test_engines_that_have_no_passes(caplog: pytest.LogCaptureFixture) -> None:
     engine = SharedPrompts()
-    engine.announced = set()
-    assert engine._trunks(samples(), None, None) is None
-    assert "prompt_once is for verl's FSDP engines" in caplog.text
+    for asked in (None, True):
+        engine.announced, engine.options = set(), Options(prompt_once=asked)
+        assert engine._trunks(samples(), None, None) is None
+        assert ("prompt_once is for verl's FSDP engines" in caplog.text) == bool(asked)

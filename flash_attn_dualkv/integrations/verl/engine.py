@@ -39,6 +39,7 @@ from ..transformers.rope import rope_of_ranks
 from ..transformers.trunk import check_model_can_be_cut
 from . import patches
 from .micro_batches import (
+    UNASKED_RATIO,
     Lengths,
     OutputsOf,
     PackedMicroBatch,
@@ -270,12 +271,14 @@ class _SharedPrompts(SharedPrompts):
         lacking = reason or self._why_not_cut(data)
         (lacks,) = largest_of_ranks([lacking is not None], dp_group)
         if lacks:
-            if reason is None:
+            if reason is None and self.options.prompt_once:
                 lacking = lacking or "another rank cannot keep them, and says why"
                 self._announce(f"micro-batches compute their own prompts, without prompt_once: {lacking}")
             return None
         kept = kept_cost(unwrap.causal_lm_of(self.stock_module), self._dtype().itemsize)
-        return Trunks(kept, self.options.min_dedup_ratio, 1.0 if self.is_forward_only else PASSES)
+        is_asked, least = self.options.prompt_once is not None, self.options.min_dedup_ratio
+        passes = 1.0 if self.is_forward_only else PASSES
+        return Trunks(kept, least if is_asked else max(least, UNASKED_RATIO), passes, is_asked)
 
     def _why_not_cut(self, data: TensorDict) -> str | None:
         """Why a prompt and what continues it have to run in one pass."""

@@ -250,12 +250,24 @@ class Grouped:
     trees: list[DividedTree]
 
 
+# A trunk that nobody has asked for makes the work of its micro-batches so many times less.
+UNASKED_RATIO = 1.05
+
+
 class Trunks(NamedTuple):
-    """How prompts are kept for several micro-batches; arguments of `divided_trees`."""
+    """How prompts are kept for several micro-batches; arguments of `divided_trees`.
+
+    is_asked: fixed micro-batches may need more memory than without.
+    """
 
     kept: float
     least_ratio: float
     passes: float
+    is_asked: bool
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        return {"kept": self.kept, "least_ratio": self.least_ratio, "passes": self.passes}
 
 
 def grouped_micro_batches(
@@ -309,7 +321,9 @@ def grouped_micro_batches(
         """The parts in the order in which they run."""
         if trunks is None:
             return parts, []
-        lonely, trees = divided_trees(tree, parts, max_tokens=budget, **trunks._asdict())
+        if budget is None and not trunks.is_asked:
+            budget = max(sum(tree.take(part).node_lens) for part in parts)
+        lonely, trees = divided_trees(tree, parts, max_tokens=budget, **trunks.arguments)
         continued = [[*chosen] for divided in trees for chosen in divided.sequences]
         return [parts[number] for number in lonely] + continued, trees
 
@@ -333,7 +347,7 @@ def grouped_micro_batches(
         if trunks is None:
             own = split_by_token_budget(tree, max_tokens=budget)
         else:
-            own = split_with_trunks(tree, budget, **trunks._asdict())
+            own = split_with_trunks(tree, budget, **trunks.arguments)
         parts = parts_of(own, together)
         return parts + parts_of(split_by_token_budget(lonely, max_tokens=budget), apart), groups()
 

@@ -84,7 +84,8 @@ class SharedPrompts:
 
         `reason`: why nothing can be shared.
         """
-        self._announce("micro-batches compute their own prompts: prompt_once is for verl's FSDP engines")
+        if self.options.prompt_once:
+            self._announce("micro-batches compute their own prompts: prompt_once is for verl's FSDP engines")
         return None
 
     # What all engines do
@@ -239,7 +240,7 @@ class SharedPrompts:
             if reason is None:
                 self._announce(f"micro-batches stay as verl makes them, and share what is in each: {self.division}")
             return stock()
-        trunks = self._trunks(data, reason, dp_group) if self.options.prompt_once else None
+        trunks = None if self.options.prompt_once is False else self._trunks(data, reason, dp_group)
         found = grouped_micro_batches(data, dp_group, self.options, reason, apart, keys, multiple, trunks)
         if found is None:
             micro_batches, indices = stock()
