@@ -32,6 +32,7 @@ LAYERS = (
     ("guard", "pieces", "scores"),
     ("parallel",),
     ("integrations.common.buffers", "integrations.common.patching", "integrations.trees", "integrations.verl_router"),
+    ("integrations.recurrences",),
     ("integrations.common.versions",),
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.common",),

@@ -14,7 +14,8 @@ from hybrid_models import HYBRIDS, drawn_gradients, error_ratios, hybrid_model, 
 from tiny_models import SEQUENCES, Samples, stock_twin
 
 from flash_attn_dualkv import SharedPromptError, pack_prefix_tree
-from flash_attn_dualkv.integrations.transformers.hybrid import families, known_bugs, mixers
+from flash_attn_dualkv.integrations.recurrences import known_bugs, mixers
+from flash_attn_dualkv.integrations.transformers.hybrid import families
 
 if importlib.util.find_spec("fla") is None:  # importing it needs a GPU
     pytest.skip("needs flash-linear-attention", allow_module_level=True)

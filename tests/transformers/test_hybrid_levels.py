@@ -18,9 +18,9 @@ from tree_cases import paths_of, trees
 pytest.importorskip("transformers", "4.57", reason="needs transformers 4.57 or newer")
 
 from flash_attn_dualkv import SharedPromptLayout, pack_shared_prompts
-from flash_attn_dualkv.integrations.transformers.hybrid import levels as levels_module
-from flash_attn_dualkv.integrations.transformers.hybrid import mixers, rows
-from flash_attn_dualkv.integrations.transformers.hybrid.levels import levels_of, tails_of
+from flash_attn_dualkv.integrations.recurrences import levels as levels_module
+from flash_attn_dualkv.integrations.recurrences import mixers, rows
+from flash_attn_dualkv.integrations.recurrences.levels import levels_of, tails_of
 
 CPU = torch.device("cpu")
 

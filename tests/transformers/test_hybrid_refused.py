@@ -14,8 +14,9 @@ from hybrid_models import HYBRIDS, KINDS, hybrid_config, hybrid_model
 from tiny_models import MIXED, dualkv, replicated_logps, row_of, stock_twin, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
+from flash_attn_dualkv.integrations.recurrences import known_bugs, mixers
 from flash_attn_dualkv.integrations.transformers import hybrid
-from flash_attn_dualkv.integrations.transformers.hybrid import families, known_bugs, layout_context, mixers
+from flash_attn_dualkv.integrations.transformers.hybrid import families, layout_context
 from flash_attn_dualkv.parallel.context import ContextLayout
 from flash_attn_dualkv.parallel.ulysses import UlyssesLayout
 

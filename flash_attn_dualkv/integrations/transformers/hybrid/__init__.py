@@ -5,8 +5,8 @@ Such a layer carries something along the sequence: a convolution its last inputs
 carries behind a prompt is the same for all responses, so it is computed once and handed on to each of them, gradients
 included. In a tree every node hands it on to its children.
 
-`families` says which layers of which models are known, `levels` what lies where, `rows` moves rows and states,
-`mixers` computes, `delivery` brings the layout to the layers and sees that it was used.
+`families` says which layers of which models are known, `layout_context` brings the layout to the layers and sees that
+it was used; `integrations.recurrences` computes.
 """
 
 from .layout_context import prepare

@@ -27,8 +27,9 @@ from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptU
 from ....layout import SharedPromptLayout, is_in_backward
 from ....parallel.sharded import DividedLayout
 from ...common.patching import replace_once
+from ...recurrences import mixers
 from ..admission.unwrap import holds
-from . import families, mixers
+from . import families
 
 _WITH_LAYOUT: dict[str, Callable[..., Any]] = {
     families.CONVOLUTION: mixers.convolution,

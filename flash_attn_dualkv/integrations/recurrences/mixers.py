@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ....errors import SharedPromptError
-from ....layout import SharedPromptLayout
-from ...common.patching import closure_of
+from ...errors import SharedPromptError
+from ...layout import SharedPromptLayout
+from ..common.patching import closure_of
 from .known_bugs import check_gated_backward
 from .levels import Level, levels_of, tails_of
 from .rows import hand_on, insert_tails, put_rows, take_rows

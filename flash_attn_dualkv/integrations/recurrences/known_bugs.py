@@ -11,7 +11,7 @@ from importlib import metadata
 import torch
 from packaging.version import Version
 
-from ....errors import SharedPromptError
+from ...errors import SharedPromptError
 
 _HOPPER = 9
 # Triton versions that compile them wrongly: the first, and the first that is right again.

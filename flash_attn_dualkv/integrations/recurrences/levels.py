@@ -17,8 +17,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ....host import int64s, runs, to_device
-from ....layout import SharedPromptLayout
+from ...host import int64s, runs, to_device
+from ...layout import SharedPromptLayout
 
 
 @dataclass(frozen=True)
