@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch._dynamo
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 
@@ -93,6 +97,47 @@ def _new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *arg
     return _groups[key]
 
 
+def _causal_conv1d(x: Any, weight: Any, bias: Any, activation: str, cu_seqlens: Any = None, **_: Any) -> Any:
+    """x (1, T, C), weight (C, K), of one sequence -> (1, T, C)."""
+    assert activation == "silu" and cu_seqlens is None
+    longer = functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    return functional.silu(functional.conv1d(longer, weight[:, None], bias, groups=len(weight))).transpose(1, 2), None
+
+
+def _chunk_gated_delta_rule(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any = None, cu_seqlens: Any = None, **options: Any
+) -> Any:
+    """Megatron's own, which takes one sequence, for all that lie between cu_seqlens."""
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+
+    ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    found = []
+    for place, (begin, end) in enumerate(itertools.pairwise(ends)):
+        own = [one[:, begin:end] for one in (q, k, v, g, beta)]
+        state = None if initial_state is None else initial_state[place : place + 1]
+        found.append(torch_chunk_gated_delta_rule(*own, initial_state=state, **options))
+    outs, states = zip(*found)
+    return torch.cat(outs, 1), None if states[0] is None else torch.cat(states)
+
+
+_chunk_gated_delta_rule.__module__ = "fla.ops.gated_delta_rule"  # so that it is called as that is
+
+
+@contextlib.contextmanager
+def fla_in_pytorch() -> Iterator[None]:
+    """Megatron's gated delta nets without flash-linear-attention, whose kernels need a GPU."""
+    files = [file for name, file in sys.modules.items() if name.startswith("megatron.core.ssm.gated_delta_net")]
+    functions = dict(
+        HAVE_FLA=True, causal_conv1d=_causal_conv1d, chunk_gated_delta_rule=_chunk_gated_delta_rule,
+        l2norm=lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt(),
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for file in files:
+            own = {name: function for name, function in functions.items() if hasattr(file, name)}
+            stack.enter_context(patch.multiple(file, **own))
+        yield
+
+
 @contextlib.contextmanager
 def without_a_gpu() -> Iterator[None]:
     """What Megatron asks of PyTorch and its own functions that need a GPU."""
@@ -100,6 +145,7 @@ def without_a_gpu() -> Iterator[None]:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
+    importlib.import_module("megatron.core.ssm.gated_delta_net")
     state = torch.get_rng_state()
     cuda = dict(
         current_device=lambda: "cpu", synchronize=lambda *_: None, is_initialized=lambda: False, Stream=_Stream,
@@ -113,6 +159,7 @@ def without_a_gpu() -> Iterator[None]:
         stack.enter_context(patch.multiple(torch.distributed, **groups))
         stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
+        stack.enter_context(fla_in_pytorch())
         stack.enter_context(_CudaIsCpu())
         # Recomputation in a backward is outside of modes.
         stock = fused_softmax.get_sliding_window_causal_mask

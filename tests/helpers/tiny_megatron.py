@@ -6,10 +6,11 @@ Importing this skips the test module when megatron-core is not installed.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -26,8 +27,13 @@ megatron = importlib.import_module("flash_attn_dualkv.integrations.megatron")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # noqa: E402
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
 VOCABULARY = 96
 _COMMON = dict(
@@ -49,6 +55,11 @@ _YARN = dict(
 _LATENT = dict(
     num_query_groups=4, qk_layernorm=True, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8,
     v_head_dim=16, kv_channels=16, rotary_scaling_factor=4.0, original_max_position_embeddings=16,
+)  # fmt: skip
+_DELTA_NET = dict(
+    num_layers=4, experimental_attention_variant="gated_delta_net", linear_attention_freq=[1, 1, 0, 1],
+    linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=4, linear_num_key_heads=2,
+    linear_num_value_heads=4,
 )  # fmt: skip
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -93,6 +104,14 @@ KINDS = {
         ),
         dict(num_experts=4),
     ),
+    "delta nets": Kind(_DELTA_NET),
+    "qwen3 next": Kind(
+        dict(
+            _EXPERTS, **_DELTA_NET, moe_layer_freq=[0, 1, 1, 1], moe_shared_expert_intermediate_size=16,
+            moe_shared_expert_gate=True, attention_output_gate=True, qk_layernorm=True,
+        ),
+        model=dict(rotary_percent=0.25),
+    ),
     "latent": Kind(dict(_LATENT, rope_type="rope"), dict(multi_latent_attention=True, qk_layernorm=True)),
     "latent, yarn": Kind(dict(_LATENT, rope_type="yarn"), dict(multi_latent_attention=True, qk_layernorm=True)),
     "latent, yarn, experts": Kind(
@@ -120,18 +139,33 @@ def tiny_chunk(kind: str, config: Any, **options: Any) -> Any:
     is_shared = latent or config.context_parallel_size > 1
     make_spec = megatron.get_gpt_layer_shared_prompt_spec if is_shared else get_gpt_layer_local_spec
     spec: Any = make_spec(**{"normalization": "RMSNorm", **own.spec})
-    if "moe_layer_freq" in own.config:
+    if "moe_layer_freq" in own.config or "linear_attention_freq" in own.config:
         stage = {name: options[name] for name in ("vp_stage",) if name in options}
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **stage)
+        attending = copy.copy(config)
+        attending.experimental_attention_variant = None
+        spec = get_gpt_decoder_block_spec(attending, use_transformer_engine=False, normalization="RMSNorm", **stage)
         if is_shared:
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = megatron.SharedPromptAttention
+        if "linear_attention_freq" in own.config:
+            first = get_transformer_layer_offset(config, **stage)
+            own_layers = config.linear_attention_freq[first : first + len(spec.layer_specs)]
+            spec.layer_specs = [*map(_with_delta_net, spec.layer_specs, own_layers)]
     defaults: dict[str, Any] = dict(position_embedding_type="rope", vocab_size=VOCABULARY, max_sequence_length=128)
     with local_norms():
         model = GPTModel(config=config, transformer_layer_spec=spec, **{**defaults, **own.model, **options})
     for name, one in model.named_parameters():
         fill(name, one)
     return model.train()
+
+
+def _with_delta_net(layer: Any, is_linear: int) -> Any:
+    """A layer with a gated delta net in place of its attention; Megatron's own spec wants Transformer Engine."""
+    if not is_linear:
+        return layer
+    parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+    mixer = ModuleSpec(GatedDeltaNet, submodules=parts)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=mixer))
 
 
 def fill(name: str, parameter: Tensor, rank: int = 0) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prepares built models for packed rows: core attentions, RoPE, and a guard around every forward."""
+"""Prepares built models for packed rows: core attentions, gated delta nets, RoPE, and a guard around every forward."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAtt
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -27,25 +28,26 @@ from ...packed_attention import BACKENDS
 from ...parallel.context import ContextLayout
 from ..common.versions import MEGATRON_CORE
 from .attention import AttentionSettings, OnPackedRows
+from .delta_net import OnNodes, prepare
 from .params import SharedPackedSeqParams
 from .rotary import OfPositions
-from .support import check_config, check_training
+from .support import check_config, check_delta_nets, check_training
 
 # Classes whose forward is known, and may be inherited: subclasses with another forward compute
 # something else.
 _CORES = (DotProductAttention, TEDotProductAttention) if HAVE_TE else (DotProductAttention,)
 _ROTARY = (RotaryEmbedding, YarnRotaryEmbedding)
 _ATTENTIONS = (SelfAttention, MLASelfAttention)
-# Attribute of a chunk that is installed: how many of its layers attend.
+# Attribute of a chunk that is installed: how many of its layers mix tokens.
 _LAYERS = "dualkv_layers"
 
 
 def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "auto") -> None:
     """Prepare a model for `SharedPackedSeqParams`, before or after it is wrapped; calls without them do not change.
 
-    Core attentions and RoPE get a class of their own, with the parameters, names and checkpoints of the stock one, and
-    each chunk hooks that check what a packed call passes and that every layer has got its layout. Installing twice
-    changes nothing but the backend.
+    Core attentions, gated delta nets and RoPE get a class of their own, with the parameters, names and checkpoints of
+    the stock one, and each chunk hooks that check what a packed call passes and that every layer has got its layout.
+    Installing twice changes nothing but the backend.
 
     Args:
         model_chunks: a `GPTModel`, the list of this rank's chunks (virtual pipeline stages), or whatever wraps them:
@@ -60,18 +62,21 @@ def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "au
     given = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     chunks = [_gpt_model(chunk) for chunk in given]
     # All checks first: a model is prepared as a whole or not at all.
-    prepared = [(chunk, _attentions(chunk), _rotaries(chunk)) for chunk in chunks]
-    settings = [[AttentionSettings.of(attention, backend) for attention in attentions] for _, attentions, _ in prepared]
-    for (chunk, attentions, rotaries), of_layers in zip(prepared, settings):
+    prepared = [(chunk, *_mixers(chunk), _rotaries(chunk)) for chunk in chunks]
+    settings = [[AttentionSettings.of(attention, backend) for attention in found] for _, found, _, _ in prepared]
+    prepare([layer for _, _, delta_nets, _ in prepared for layer in delta_nets])
+    for (chunk, attentions, delta_nets, rotaries), of_layers in zip(prepared, settings):
         for attention, own in zip(attentions, of_layers):
             _extend(attention.core_attention, OnPackedRows)
             attention.core_attention.dualkv = own
+        for layer in delta_nets:
+            _extend(layer, OnNodes)
         for rotary in rotaries:
             _extend(rotary, OfPositions)
         if not hasattr(chunk, _LAYERS):
             chunk.register_forward_pre_hook(_before, with_kwargs=True)
             chunk.register_forward_hook(_after, always_call=True)
-        setattr(chunk, _LAYERS, len(attentions))
+        setattr(chunk, _LAYERS, len(attentions) + len(delta_nets))
 
 
 def installed_chunk(model: nn.Module) -> Any:
@@ -110,13 +115,14 @@ def _gpt_model(model: Any) -> Any:
     return found[0]
 
 
-def _attentions(chunk: Any) -> list[Any]:
-    """The attention layers of a chunk, of which everything is known that mixes tokens."""
+def _mixers(chunk: Any) -> tuple[list[Any], list[Any]]:
+    """The attention layers and gated delta nets of a chunk, of which everything is known that mixes tokens."""
     check_config(chunk.config)
     if chunk.config.context_parallel_size > 1 and chunk.position_embedding_type == "mrope":
         expected = "another with context parallelism (Megatron divides the frequencies of multimodal RoPE twice)"
         raise SharedPromptUnsupportedError("position_embedding_type", expected, "mrope")
-    found = []
+    found: list[Any] = []
+    delta_nets: list[Any] = []
     for name, layer in chunk.decoder.layers.named_children():
         if not isinstance(layer, TransformerLayer):
             raise _unknown(f"decoder.layers.{name}", "a TransformerLayer", layer)
@@ -125,13 +131,17 @@ def _attentions(chunk: Any) -> list[Any]:
         attention = layer.self_attention
         if isinstance(attention, IdentityOp):
             continue
+        if _is_known(attention, (GatedDeltaNet,)):
+            check_delta_nets(chunk.config)
+            delta_nets.append(attention)
+            continue
         if not _is_known(attention, _ATTENTIONS):
             raise _unknown(f"decoder.layers.{name}.self_attention", "SelfAttention or MLASelfAttention", attention)
         if not _is_known(attention.core_attention, _CORES):
             expected = " or ".join(kind.__name__ for kind in _CORES)
             raise _unknown(f"decoder.layers.{name}.self_attention.core_attention", expected, attention.core_attention)
         found.append(attention)
-    return found
+    return found, delta_nets
 
 
 def _rotaries(chunk: nn.Module) -> list[Any]:
@@ -148,7 +158,7 @@ def _rotaries(chunk: nn.Module) -> list[Any]:
 
 def _is_known(module: Any, kinds: tuple[Any, ...]) -> bool:
     """True if a module computes as one of these classes do: it may be installed, or inherit the forward."""
-    is_ours = isinstance(module, (OnPackedRows, OfPositions))
+    is_ours = isinstance(module, (OnPackedRows, OnNodes, OfPositions))
     return is_ours or any(type(module).forward is kind.forward for kind in kinds)
 
 
@@ -164,7 +174,9 @@ def _extended(mixin: Any, stock: Any) -> Any:
 
 
 MEGATRON_CORE.check_classes(
-    *(_extended(OnPackedRows, kind) for kind in _CORES), *(_extended(OfPositions, kind) for kind in _ROTARY)
+    *(_extended(OnPackedRows, kind) for kind in _CORES),
+    *(_extended(OfPositions, kind) for kind in _ROTARY),
+    _extended(OnNodes, GatedDeltaNet),
 )
 
 

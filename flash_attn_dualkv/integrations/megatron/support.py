@@ -22,7 +22,18 @@ def check_config(config: Any) -> None:
     Raises:
         SharedPromptUnsupportedError: names the setting, and what it must be.
     """
-    wrong = next(_unsupported(config), None)
+    _check(config, _unsupported(config))
+    if getattr(config, "experimental_attention_variant", None) is not None:
+        check_delta_nets(config)
+
+
+def check_delta_nets(config: Any) -> None:
+    """Refuse likewise what gated delta nets cannot be computed with."""
+    _check(config, _unsupported_by_delta_nets(config))
+
+
+def _check(config: Any, unsupported: Iterator[tuple[str, str]]) -> None:
+    wrong = next(unsupported, None)
     if wrong is not None:
         name, expected = wrong
         raise SharedPromptUnsupportedError(name, f"{expected} with shared prompts", getattr(config, name))
@@ -49,8 +60,8 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
     for name in ("enable_cuda_graph", "external_cuda_graph"):
         if has(name):
             yield name, "False (every micro-batch has another layout)"
-    if getattr(config, "experimental_attention_variant", None) is not None:
-        yield "experimental_attention_variant", "None"
+    if getattr(config, "experimental_attention_variant", None) not in (None, "gated_delta_net"):
+        yield "experimental_attention_variant", "None or 'gated_delta_net'"
     if has("defer_embedding_wgrad_compute"):
         yield "defer_embedding_wgrad_compute", "False (the head runs over some rows at a time)"
     if has("moe_input_jitter_eps"):
@@ -64,6 +75,13 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
             yield name, "None (which tokens an expert drops depends on all rows)"
     if "quantile_balancing" in _balancing(config):
         yield "moe_router_load_balancing_type", "another (routes depend on all rows)"
+
+
+def _unsupported_by_delta_nets(config: Any) -> Iterator[tuple[str, str]]:
+    if config.context_parallel_size > 1:
+        yield "context_parallel_size", "1 for gated delta nets (ranks would have to divide the length of every node)"
+    if config.deterministic_mode:
+        yield "deterministic_mode", "False for gated delta nets (Megatron itself has no packed rows there)"
 
 
 def check_training(model: nn.Module, config: Any) -> None:

@@ -35,12 +35,29 @@ def convolution(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: 
     """A causal convolution of few inputs: (1, C, T), weight (C, K) -> (1, C, T)."""
     (x, weight, *others), kwargs = _positional(args, kwargs, ("hidden_states", "x"), ("weight",))
     _check_unused("convolution", kwargs, "seq_idx", "cu_seqlens", "initial_states", "final_states_out")
-    _check_rows(x.transpose(1, 2), layout)
-    rows = x[0].transpose(0, 1)
+
+    def convolve(rows: Tensor) -> Tensor:
+        out: Tensor = stock(rows.transpose(1, 2), weight, *others, **kwargs)
+        return out.transpose(1, 2)
+
+    return _behind_tails(convolve, layout, x.transpose(1, 2), weight).transpose(1, 2)
+
+
+def row_convolution(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Likewise that of flash-linear-attention: (1, T, C), weight (C, K) -> (1, T, C)."""
+    (x, weight, *others), kwargs = _positional(args, kwargs, ("x",), ("weight",))
+    _check_unused("convolution", kwargs, "cu_seqlens", "initial_state", "output_final_state")
+    return _behind_tails(lambda rows: stock(rows, weight, *others, **kwargs)[0], layout, x, weight), None
+
+
+def _behind_tails(
+    convolve: Callable[[Tensor], Tensor], layout: SharedPromptLayout, x: Tensor, weight: Tensor
+) -> Tensor:
+    """Convolve (1, T, C), each segment behind the last inputs of its path."""
+    _check_rows(x, layout)
     tails = tails_of(layout, weight.shape[-1] - 1, x.device)
-    longer = insert_tails(rows, tails).transpose(0, 1)[None]
-    out = stock(longer, weight, *others, **kwargs)
-    return take_rows(out[0].transpose(0, 1), tails.own).transpose(0, 1)[None]
+    out: Tensor = convolve(insert_tails(x[0], tails)[None])
+    return take_rows(out[0], tails.own)[None]
 
 
 def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
