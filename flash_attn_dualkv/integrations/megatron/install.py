@@ -111,7 +111,8 @@ def _gpt_model(model: Any) -> Any:
     found = [module for module in model.modules() if isinstance(module, GPTModel)]
     if len(found) != 1:
         names = ", ".join(sorted({type(module).__name__ for module in found})) or type(model).__name__
-        raise SharedPromptUnsupportedError("model", "one GPTModel in each chunk", f"{len(found)}: {names}")
+        expected = "one GPTModel in each chunk (no HybridModel: MambaMixer trains without a state to start from)"
+        raise SharedPromptUnsupportedError("model", expected, f"{len(found)}: {names}")
     return found[0]
 
 
