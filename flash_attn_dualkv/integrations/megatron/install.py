@@ -111,7 +111,7 @@ def _gpt_model(model: Any) -> Any:
     found = [module for module in model.modules() if isinstance(module, GPTModel)]
     if len(found) != 1:
         names = ", ".join(sorted({type(module).__name__ for module in found})) or type(model).__name__
-        expected = "one GPTModel in each chunk (no HybridModel: MambaMixer trains without a state to start from)"
+        expected = "one GPTModel in each chunk (no HybridModel: MambaMixer takes no initial states in training)"
         raise SharedPromptUnsupportedError("model", expected, f"{len(found)}: {names}")
     return found[0]
 

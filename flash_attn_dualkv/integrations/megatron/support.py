@@ -79,9 +79,9 @@ def _unsupported(config: Any) -> Iterator[tuple[str, str]]:
 
 def _unsupported_by_delta_nets(config: Any) -> Iterator[tuple[str, str]]:
     if config.context_parallel_size > 1:
-        yield "context_parallel_size", "1 for gated delta nets (ranks would have to divide the length of every node)"
+        yield "context_parallel_size", "1 for gated delta nets (ranks divide the length of every sequence)"
     if config.deterministic_mode:
-        yield "deterministic_mode", "False for gated delta nets (Megatron itself has no packed rows there)"
+        yield "deterministic_mode", "False for gated delta nets (as for all packed rows)"
 
 
 def check_training(model: nn.Module, config: Any) -> None:
