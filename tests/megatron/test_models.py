@@ -114,9 +114,9 @@ def test_values_of_a_critic() -> None:
     check_gradients(gradients(model), expected_gradients, GRADIENT)
 
 
-def test_16_bits() -> None:
+@pytest.mark.parametrize("kind", ["gqa, q/k norm", "delta nets"])
+def test_16_bits(kind: str) -> None:
     """No further from float32 than each sequence alone in bf16 is."""
-    kind = "gqa, q/k norm"
     sequences, batch = tiny.prompts_and_responses()
     exact = alone(tiny_chunk(kind, tiny_config(kind)), sequences).detach()
     config = tiny_config(kind, bf16=True, params_dtype=torch.bfloat16)

@@ -28,7 +28,11 @@ def check_config(config: Any) -> None:
 
 
 def check_delta_nets(config: Any) -> None:
-    """Refuse likewise what gated delta nets cannot be computed with."""
+    """Refuse what gated delta nets cannot be computed with.
+
+    Raises:
+        SharedPromptUnsupportedError: names the setting, and what it must be.
+    """
     _check(config, _unsupported_by_delta_nets(config))
 
 
@@ -81,7 +85,7 @@ def _unsupported_by_delta_nets(config: Any) -> Iterator[tuple[str, str]]:
     if config.context_parallel_size > 1:
         yield "context_parallel_size", "1 for gated delta nets (ranks divide the length of every sequence)"
     if config.deterministic_mode:
-        yield "deterministic_mode", "False for gated delta nets (as for all packed rows)"
+        yield "deterministic_mode", "False for gated delta nets (Megatron packs no rows with it)"
 
 
 def check_training(model: nn.Module, config: Any) -> None:

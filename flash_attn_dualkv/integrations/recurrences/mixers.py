@@ -44,7 +44,7 @@ def convolution(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: 
 
 
 def row_convolution(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Likewise that of flash-linear-attention: (1, T, C), weight (C, K) -> (1, T, C)."""
+    """The causal convolution of flash-linear-attention: (1, T, C), weight (C, K) -> (1, T, C)."""
     (x, weight, *others), kwargs = _positional(args, kwargs, ("x",), ("weight",))
     _check_unused("convolution", kwargs, "cu_seqlens", "initial_state", "output_final_state")
     return _behind_tails(lambda rows: stock(rows, weight, *others, **kwargs)[0], layout, x, weight), None
