@@ -20,6 +20,7 @@ from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, PICTURE_TOKEN, UNEQUAL, Pair, both, case, each, ours, run, run_beside
 
 from flash_attn_dualkv.errors import SharedPromptError
+from flash_attn_dualkv.integrations.common.options import Options
 from flash_attn_dualkv.integrations.verl import engine as plugin
 from flash_attn_dualkv.integrations.verl import patches
 
@@ -293,7 +294,7 @@ def test_rows_that_nobody_divides(monkeypatch: pytest.MonkeyPatch, is_divided: b
         raise NotImplementedError
 
     monkeypatch.setattr(plugin, "pack_micro_batch", pack)
-    engine.options = None
+    engine.options = Options(prompt_once=False)
     if is_divided:
         with pytest.raises(NotImplementedError):
             engine._plan_of(TensorDict(batch_size=0))

@@ -242,6 +242,8 @@ class SharedPrompts:
             return stock()
         trunks = None if self.options.prompt_once is False else self._trunks(data, reason, dp_group)
         found = grouped_micro_batches(data, dp_group, self.options, reason, apart, keys, multiple, trunks)
+        if found is None and trunks is None:
+            return stock()
         if found is None:
             micro_batches, indices = stock()
         else:
