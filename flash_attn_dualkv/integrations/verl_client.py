@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import SharedPromptUnsupportedError
 from .common.patching import after_import, replace_once
-from .vllm.settings import FIRST_PROMPT
+from .engines.settings import FIRST_PROMPT
 
 _CLIENTS = "verl.workers.rollout.llm_server"
 logger = logging.getLogger(__name__)

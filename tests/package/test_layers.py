@@ -36,6 +36,7 @@ LAYERS = (
     ("integrations.common.versions",),
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.common",),
+    ("integrations.engines",),
     ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
     ("integrations.verl_client",),
     ("integrations.ulysses", "integrations.context_parallel", *OLD_PLACES),

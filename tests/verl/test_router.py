@@ -28,8 +28,8 @@ from vllm_rig import PLACEMENTS
 from flash_attn_dualkv.errors import SharedPromptError
 from flash_attn_dualkv.integrations import verl_client
 from flash_attn_dualkv.integrations import verl_router as own_router
+from flash_attn_dualkv.integrations.engines.settings import FIRST_PROMPT
 from flash_attn_dualkv.integrations.verl_router import ROUTER_YAML, SiblingRouter
-from flash_attn_dualkv.integrations.vllm.settings import FIRST_PROMPT
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [*range(100)]

@@ -25,8 +25,8 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_steps import DECODING, PREFILL, Calls, Layer, Request, run, speculator
 
 from flash_attn_dualkv.integrations.common.patching import stock_of
+from flash_attn_dualkv.integrations.engines.settings import FIRST_PROMPT
 from flash_attn_dualkv.integrations.vllm import backend, prompts, sharing, versions
-from flash_attn_dualkv.integrations.vllm.settings import FIRST_PROMPT
 
 # --- decoding -------------------------------------------------------------------------------------
 

@@ -34,9 +34,9 @@ from vllm_steps import DECODING, speculator
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations.common.patching import stock_of
+from flash_attn_dualkv.integrations.engines.settings import KEY, Settings, read_settings
+from flash_attn_dualkv.integrations.engines.statistics import Reading, Statistics, read_table
 from flash_attn_dualkv.integrations.vllm import backend, log, versions
-from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
-from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
 
 
 def test_registration() -> None:
@@ -271,7 +271,7 @@ def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
     reading = read_table(table, keys, cuts, steps.PAGE)
     assert reading == Reading(sum(one.keys for one in DECODING), (3 + 2 + 3 - 3 + 1 + 1 - 1) * 16, 6, 2, 5)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    statistics = Statistics(1e-9, "4 layers")
+    statistics = Statistics(1e-9, "4 layers", log.VLLM, SimpleNamespace())
     statistics.count_stock("prompts alone")
     with caplog.at_level("INFO"):
         for _ in range(2):
@@ -301,7 +301,7 @@ def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
         return "".join(said)
 
     def fresh() -> Statistics:
-        return Statistics(1e-9, "4 layers", SimpleNamespace())
+        return Statistics(1e-9, "4 layers", log.VLLM, SimpleNamespace())
 
     scattered = fresh()
     text = read(scattered, 60, 3, alone=76)

@@ -16,9 +16,10 @@ import importlib
 from typing import Any
 
 from ...errors import SharedPromptUnsupportedError
+from ..engines.names import check_names, check_overrides
 from .log import say_once
 from .selection import install as install_selection
-from .versions import check_names, installed
+from .versions import NAMES, installed
 
 __all__ = ["SharedPrefixBackend", "register"]
 
@@ -55,9 +56,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     installed()
     try:
-        check_names()
+        check_names(NAMES)
         backend = importlib.import_module(f"{__name__}.backend")
-        backend.check_overrides()
+        check_overrides(backend.SharedPrefixMetadataBuilder, backend.SharedPrefixImpl)
         for module in ("norms", "prompts"):
             importlib.import_module(f"{__name__}.{module}").install()
     except (ImportError, SharedPromptUnsupportedError) as error:

@@ -7,7 +7,6 @@ Cache layout, writes to the cache, prompts and all that decoding here lacks are 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import sys
 from collections import Counter
@@ -29,10 +28,9 @@ from ...decode.attention import shared_prefix_decode
 from ...decode.calls import MOST_REQUESTS
 from ...decode.library import DECODE_HEAD_DIMS
 from ...errors import SharedPromptUnsupportedError
-from ..common.patching import check_signature
+from ..engines.settings import read_settings
 from . import prompts
 from .log import say_once
-from .settings import read_settings
 from .sharing import Geometry, Shared, Sharing, sizes_of
 from .versions import NEWEST, installed, release
 
@@ -234,12 +232,3 @@ def say_layers(vllm_config: Any) -> None:
     if release() > NEWEST:
         lines.append(f"this vLLM is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that is known")
     say_once("; ".join(lines), vllm_config, logging.INFO)
-
-
-def check_overrides() -> None:
-    """SharedPromptUnsupportedError unless the methods here take the calls of those that they stand for."""
-    for kind in (SharedPrefixMetadataBuilder, SharedPrefixImpl):
-        stock = kind.__mro__[1]
-        for name, function in vars(kind).items():
-            if inspect.isfunction(function) and hasattr(stock, name):
-                check_signature(f"{stock.__name__}.{name}", getattr(stock, name), function)

@@ -8,20 +8,19 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
-logger = logging.getLogger("vllm.flash_attn_dualkv")  # under vLLM's, whose handlers print it
-_SAID = "_dualkv_said"  # of an engine's configuration
+from ..engines.messages import Engine
+
+logger = logging.getLogger("vllm.flash_attn_dualkv")
+VLLM = Engine("vLLM", logger)
 _process = SimpleNamespace()  # stands for the engine where vLLM does not say which it makes
 
 
 def say_once(message: str, engine: Any = None, level: int = logging.WARNING) -> None:
-    """A message, once in an engine, for which its configuration stands: a process may make several.
+    """A message, once in an engine, for which its configuration stands.
 
     Without one, once in the engine that is being made.
     """
     if engine is None:
         config: Any = importlib.import_module("vllm.config")
         engine = config.get_current_vllm_config_or_none() or _process
-    said = vars(engine).setdefault(_SAID, set())
-    if message not in said:
-        said.add(message)
-        logger.log(level, "flash_attn_dualkv: %s", message)
+    VLLM.say_once(message, engine, level)

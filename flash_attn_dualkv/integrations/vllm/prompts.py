@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from ...checks import explain
 from ..common.patching import replace_once
+from ..engines.settings import FIRST_PROMPT
 from .log import say_once
-from .settings import FIRST_PROMPT
 from .versions import installed
 
 _FIRST = "dualkv_first_prompts"  # of the second runner's states of requests, as its prompt_len

@@ -19,10 +19,10 @@ from ...data.prefix_tree import SHIFTS
 from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
 from ...errors import SharedPromptError
+from ..engines.settings import Settings
+from ..engines.statistics import Statistics
 from . import prompts
-from .log import logger, say_once
-from .settings import Settings
-from .statistics import Statistics
+from .log import VLLM, logger, say_once
 from .versions import installed
 
 _NOWHERE = np.iinfo(np.int32).max  # where a request is cut that is not
@@ -82,7 +82,7 @@ class Sharing:
         # Windows are never divided: the states of divided walks would be memory that nothing uses.
         self._walks = settings.walks if reads_all else "trainer"
         self._whose = f"{len(layers)} layers"
-        self.statistics = Statistics(settings.log_interval * reads_all, self._whose, engine)
+        self.statistics = Statistics(settings.log_interval * reads_all, self._whose, VLLM, engine)
         self._layers = layers
         self._plan: SharedPrefixPlan | None = None
         self._is_ready = False  # whether the plan is known to be that of the layers' cache

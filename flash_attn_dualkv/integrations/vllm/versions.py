@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import importlib
-import re
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ...errors import SharedPromptUnsupportedError
+from ..engines.names import release_of
 
 
 class Version(NamedTuple):
@@ -68,9 +68,8 @@ NAMES = {
 
 
 def release() -> tuple[int, ...]:
-    """Major and minor version of the installed vLLM; of one that has no number, a build from source, (1 << 30,)."""
-    numbers = re.match(r"(\d+)\.(\d+)", str(importlib.import_module("vllm").__version__))
-    return tuple(map(int, numbers.groups())) if numbers else (1 << 30,)
+    """Major and minor version of the installed vLLM."""
+    return release_of("vllm")
 
 
 def installed() -> Version:
@@ -85,20 +84,3 @@ def installed() -> Version:
         expected = f"{oldest} to {newest}, or newer, for the attention backend CUSTOM"
         raise SharedPromptUnsupportedError("vllm", expected, importlib.import_module("vllm").__version__)
     return found[-1]
-
-
-def check_names() -> None:
-    """Look for the names that the plug-in reads.
-
-    Raises:
-        SharedPromptUnsupportedError: this vLLM lacks one; names it.
-        ImportError: or a module.
-    """
-    for place, names in NAMES.items():
-        module, _, owner = place.rpartition(".")
-        found = getattr(importlib.import_module(module), owner, None)
-        code = getattr(getattr(found, "__init__", None), "__code__", None)  # which gives objects their attributes
-        known = {*dir(found), *getattr(found, "__dataclass_fields__", ()), *(code.co_names if code else ())}
-        lacking = ", ".join(name for name in names.split() if name not in known)
-        if lacking:
-            raise SharedPromptUnsupportedError(place, f"one with {lacking}", "none")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Savings by sharing, for vLLM's log.
+"""Savings by sharing, for an engine's log.
 
 Steps are counted on the host. Once an interval a step's block table is copied, without waiting for
 the device, and looked at when it is there.
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .log import logger, say_once
+from .messages import Engine
 
 # Among so many requests, with fewer than so many to a prompt, the log says what keeps siblings together. Those of
-# vLLM's warm-up have a key each.
+# an engine's warm-up have a key each.
 _MANY, _FEW_SIBLINGS, _SHORT = 16, 3, 64
 _ROUTER = "router_config_path=$(python -m flash_attn_dualkv.integrations.verl.router)"
 
@@ -65,16 +65,17 @@ def read_table(table: Any, keys: Any, cuts: Any, page_size: int) -> Reading:
 
 
 class Statistics:
-    """Counts of a builder's steps.
+    """Counts of steps, of the layers that share a plan.
 
     Args:
         interval: seconds between two lines; 0: none.
-        whose: the builder's layers, in words.
-        engine: vLLM's configuration, for which advice is said once.
+        whose: the layers, in words.
+        engine: theirs.
+        owner: the engine's configuration, for which advice is said once.
     """
 
-    def __init__(self, interval: float, whose: str, engine: Any = None) -> None:
-        self.interval, self.whose, self._engine = interval, whose, engine
+    def __init__(self, interval: float, whose: str, engine: Engine, owner: Any) -> None:
+        self.interval, self.whose, self._engine, self._owner = interval, whose, engine, owner
         self.steps: Counter[str] = Counter()  # "decode", "mixed"
         self.stock: Counter[str] = Counter()  # reasons
         self._last = time.monotonic() if interval else 0.0
@@ -82,7 +83,7 @@ class Statistics:
         self._most = 0  # requests of a step that was read
 
     def count_stock(self, reason: str) -> None:
-        """A step that is vLLM's own."""
+        """A step that is the engine's own."""
         self.stock[reason] += 1
 
     def count_shared(
@@ -114,7 +115,7 @@ class Statistics:
         self._pending = None
         table, keys, cuts = (copy.numpy() for copy in copies)
         reading = read_table(table, keys, cuts, page_size)
-        logger.info("flash_attn_dualkv, %s: %s", self.whose, self.line(reading))
+        self._engine.logger.info("flash_attn_dualkv, %s: %s", self.whose, self.line(reading))
         self._advise(reading)
 
     def _advise(self, reading: Reading) -> None:
@@ -132,9 +133,10 @@ class Statistics:
             "the others wait or are on other replicas. A router that keeps siblings together lets them share: "
             f"in verl actor_rollout_ref.rollout.{_ROUTER}, in others docs/notes/routers.md"
         )
-        say_once(text, self._engine, logging.INFO)
+        self._engine.say_once(text, self._owner, logging.INFO)
 
     def line(self, reading: Reading) -> str:
         """A line of the log."""
         stock = ", ".join(f"{count} ({reason})" for reason, count in self.stock.items()) or "0"
-        return f"{reading}; steps: {self.steps['decode']} of decoding, {self.steps['mixed']} mixed, vLLM's own {stock}"
+        kinds = f"{self.steps['decode']} of decoding, {self.steps['mixed']} mixed, {self._engine.name}'s own {stock}"
+        return f"{reading}; steps: {kinds}"

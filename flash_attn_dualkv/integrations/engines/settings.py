@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Settings of the plug-in."""
+"""Settings of an engine's plug-in."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FIRST_PROMPT = "flash_attn_dualkv_first_prompt"
 
 
 class Settings(NamedTuple):
-    """`additional_config={"flash_attn_dualkv": {...}}` of an engine.
+    """Settings of an engine, in vLLM `additional_config={"flash_attn_dualkv": {...}}`.
 
     exact: "trainer" computes prompts as decoding does, so that attention has the bits of the
-        training forward in every step, and in any chunks. None leaves prompts to vLLM's kernels
+        training forward in every step, and in any chunks. None leaves prompts to the engine's kernels
         and decodes with `SharedPrefixPlan(exact="split")`, whose walks are divided: the last
         requests of a ragged rollout would wait for serial ones. VLLM_BATCH_INVARIANT=1 sets
         "trainer": chunks of a prompt on vLLM's kernels would have other bits than divided walks.
     boundary: as training packs its samples (`pack_shared_prompts`).
-    log_interval: seconds between two lines of statistics in vLLM's log; 0: none.
+    log_interval: seconds between two lines of statistics in the engine's log; 0: none.
     """
 
     exact: str | None = None
@@ -41,22 +41,24 @@ class Settings(NamedTuple):
 
 
 def read_settings(additional_config: Any, batch_invariant: bool) -> Settings:
-    """The settings of an engine.
+    """The settings in vLLM's additional_config, by `settings_from`."""
+    found = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
+    settings = settings_from(f"additional_config[{KEY!r}]", found)
+    return settings._replace(exact="trainer") if batch_invariant else settings
+
+
+def settings_from(name: str, found: Any) -> Settings:
+    """Settings of a dict that a user has given under a name.
 
     Raises:
         SharedPromptError: names an entry that is not as described.
     """
-    found = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
-    name = f"additional_config[{KEY!r}]"
     unknown = set(found) - set(Settings._fields) if isinstance(found, dict) else {found}
     if unknown:
         expected = f"a dict of {', '.join(Settings._fields)}"
         raise SharedPromptError(name, expected, ", ".join(map(repr, unknown)))
     asked = Settings(**found)
-    exact = asked.exact
-    if exact is not None:
-        checks.choice(f"{name}['exact']", exact, ("trainer",))
-    elif batch_invariant:
-        exact = "trainer"
+    if asked.exact is not None:
+        checks.choice(f"{name}['exact']", asked.exact, ("trainer",))
     interval = checks.number(f"{name}['log_interval']", asked.log_interval, zero=True)
-    return Settings(exact, checked_boundary(asked.boundary), interval)
+    return Settings(asked.exact, checked_boundary(asked.boundary), interval)
