@@ -37,7 +37,7 @@ LAYERS = (
     ("integrations.megatron", "integrations.transformers"),
     ("integrations.common",),
     ("integrations.engines",),
-    ("integrations.lm_eval", "integrations.trl", "integrations.verl", "integrations.vllm"),
+    ("integrations.lm_eval", "integrations.sglang", "integrations.trl", "integrations.verl", "integrations.vllm"),
     ("integrations.verl_client",),
     ("integrations.ulysses", "integrations.context_parallel", *OLD_PLACES),
     ("", "cli", "demo", "predict"),

@@ -47,9 +47,12 @@ class Reading(NamedTuple):
         )
 
 
-def read_table(table: Any, keys: Any, cuts: Any, page_size: int) -> Reading:
-    """Counts of what a step shares, from NumPy arrays: its block table, keys, and where requests are cut."""
-    is_used = keys > 0
+def read_table(table: Any, keys: Any, cuts: Any, page_size: int, padding: int = 0) -> Reading:
+    """Counts of what a step shares, from NumPy arrays: its block table, keys, and where requests are cut.
+
+    Rows of at most `padding` keys are no requests.
+    """
+    is_used = keys > padding
     table, keys, cuts = table[is_used], keys[is_used], cuts[is_used]
     shareable = np.clip(np.minimum(cuts, keys), 0, None) // page_size  # whole pages
     table = table[:, : shareable.max(initial=1)]
@@ -72,10 +75,12 @@ class Statistics:
         whose: the layers, in words.
         engine: theirs.
         owner: the engine's configuration, for which advice is said once.
+        padding: keys of a step's rows that are no requests.
     """
 
-    def __init__(self, interval: float, whose: str, engine: Engine, owner: Any) -> None:
+    def __init__(self, interval: float, whose: str, engine: Engine, owner: Any, padding: int = 0) -> None:
         self.interval, self.whose, self._engine, self._owner = interval, whose, engine, owner
+        self._padding = padding
         self.steps: Counter[str] = Counter()  # "decode", "mixed"
         self.stock: Counter[str] = Counter()  # reasons
         self._last = time.monotonic() if interval else 0.0
@@ -114,7 +119,7 @@ class Statistics:
             return
         self._pending = None
         table, keys, cuts = (copy.numpy() for copy in copies)
-        reading = read_table(table, keys, cuts, page_size)
+        reading = read_table(table, keys, cuts, page_size, self._padding)
         self._engine.logger.info("flash_attn_dualkv, %s: %s", self.whose, self.line(reading))
         self._advise(reading)
 
