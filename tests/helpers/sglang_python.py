@@ -2,7 +2,7 @@
 """Some modules of the installed SGLang's Python, loaded without its other modules and without what they import.
 
 Importing SGLang takes its kernels, Triton and certain versions of a hundred packages. Modules that tests run are its
-own; others are stand-ins, whose every name is a false value that can be called, decorated with, derived from and entered.
+own; others are stand-ins, whose every name is a false value that can be called, decorated with and derived from.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ OWN = {
     "sglang.srt.layers.attention.attention_registry",
     "sglang.srt.layers.attention.base_attn_backend",
     "sglang.srt.layers.attention.flashattention_backend",
+    "sglang.srt.layers.attention.triton_ops.metadata",
     "sglang.srt.layers.quantization.fp4_kv_cache_quant_method",
     "sglang.srt.layers.radix_attention",
     "sglang.srt.mem_cache.layout.paged_view",

@@ -58,15 +58,22 @@ class Calls:
     rows: list[int] = field(default_factory=list)
 
 
+def arguments() -> Any:
+    """SGLang's, and what its runtime tells its backend by other ways in other versions."""
+    made = SimpleNamespace(**dict.fromkeys(versions.OPTIONS.split(), False))
+    vars(made).update(
+        tp_size=1, attn_tp_size=1, attn_cp_size=1, dcp_size=1, disaggregation_mode="null", kv_cache_dtype="auto",
+        speculative_algorithm=None, speculative_eagle_topk=None, speculative_num_draft_tokens=None, is_embedding=False,
+        chunked_prefill_size=-1, disable_cuda_graph=False, enable_prefill_cp=False, attn_dp_enabled=False,
+        deterministic=SimpleNamespace(enable_deterministic_inference=False),
+    )  # fmt: skip
+    return made
+
+
 def replace_kernels(monkeypatch: Any) -> Calls:
     """Plain functions for SGLang's kernels, and what its runtime would tell its backend."""
     calls = Calls()
-    told = SimpleNamespace(
-        attn_tp_size=1, attn_cp_size=1, speculative_eagle_topk=None, speculative_num_draft_tokens=None,
-        deterministic=SimpleNamespace(enable_deterministic_inference=False), is_embedding=False,
-        chunked_prefill_size=-1, disable_radix_cache=False, speculative_algorithm=None, enable_prefill_cp=False,
-        attn_dp_enabled=False,
-    )  # fmt: skip
+    told = arguments()
     for name in ("get_parallel", "get_spec", "get_exec", "get_model", "get_schedule", "get_memory"):
         monkeypatch.setattr(stock, name, lambda: told, raising=False)
     monkeypatch.setattr(stock, "get_kv_shard_pool", lambda _: None, raising=False)
@@ -107,8 +114,6 @@ def pool(dtype: torch.dtype = DTYPE) -> Any:
 
 def runner(**changes: Any) -> Any:
     """As much of SGLang's model runner as its backend reads. `changes` are of its parts: model_config__head_dim=80."""
-    options = dict.fromkeys(versions.OPTIONS.split(), False)
-    options |= {"attn_cp_size": 1, "dcp_size": 1, "disaggregation_mode": "null", "speculative_algorithm": None}
     made = SimpleNamespace(
         sliding_window_size=None, device="cpu", page_size=PAGE, kv_cache_dtype=DTYPE, kv_cache_dtype_str="auto",
         attn_cp_size=1, tp_size=1, use_mla_backend=False, is_draft_worker=False, attention_chunk_size=None,
@@ -122,10 +127,7 @@ def runner(**changes: Any) -> Any:
             hf_text_config=SimpleNamespace(num_attention_heads=HEADS), get_num_kv_heads=lambda _: KV_HEADS,
             is_local_attention_model=False,
         ),
-        server_args=SimpleNamespace(
-            kv_cache_dtype="auto", speculative_eagle_topk=None, speculative_num_draft_tokens=None, is_embedding=False,
-            chunked_prefill_size=-1, disable_cuda_graph=False, **options,
-        ),
+        server_args=arguments(), ps=arguments(), token_to_kv_pool_allocator=SimpleNamespace(),
     )  # fmt: skip
     for name, value in changes.items():
         owner: Any = made
@@ -158,6 +160,7 @@ def batch(backend: Any, requests: list[Request], padded: int | None = None) -> A
         req_pool_indices=rows, req_to_token_pool=backend._runner.req_to_token_pool, encoder_lens=None,
         token_to_kv_pool=backend._pool, out_cache_loc=slots[rows, keys - 1].long(), positions=keys - 1,
         kv_loc_plan=None, attn_attend_prefix_cache=None, out_cache_loc_is_physical=True,
+        seq_lens_sum=int(keys.sum()),
     )  # fmt: skip
 
 

@@ -98,8 +98,8 @@ def test_versions(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_newer_versions(calls: Calls, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is not known is taken for the newest, and the log says so."""
-    if versions.installed().backend != "PreparedBackend":
-        pytest.skip("the code of 0.5.12 is no newer one's")
+    if versions.installed() != versions.Version():
+        pytest.skip("newer versions are not like this one")
     monkeypatch.setattr(sglang, "__version__", "0.5.99")
     run(plugin.create(runner()), layer(), steps.DECODING)
     assert not calls.rows

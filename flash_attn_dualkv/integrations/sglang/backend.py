@@ -32,7 +32,6 @@ from .versions import NEWEST, installed, options_of, release
 
 SETTINGS = "DUALKV_SGLANG"
 _PADDING = 1  # keys of rows that pad a graph's step
-_LAYERS = "layers"
 
 
 class SharedPrefixBackend(FlashAttentionBackend):
@@ -44,7 +43,7 @@ class SharedPrefixBackend(FlashAttentionBackend):
         self.needs_cpu_seq_lens = True
         settings = read_settings()
         self._pool, self._runner = model_runner.token_to_kv_pool, model_runner
-        self._statistics = Statistics(settings.log_interval, _LAYERS, SGLANG, model_runner, _PADDING)
+        self._statistics = Statistics(settings.log_interval, "layers", SGLANG, model_runner, _PADDING)
         self._plan = self._make_plan(model_runner.req_to_token_pool.size)
         self._is_planned = False  # whether the plan is that of the step whose metadata is there
         say_sharing(model_runner)
@@ -219,8 +218,7 @@ def why_stock(runner: Any) -> str | None:
         ("local attention", model.is_local_attention_model),
         (f"more than {MOST_REQUESTS} requests", requests > MOST_REQUESTS),
         (f"a cache of the type {type(pool).__name__}", type(pool) is not MHATokenToKVPool),
-        (f"a cache of {pool.dtype} for a model of {model.dtype}", pool.dtype not in CUDA_DTYPES),
-        (f"a cache of {pool.dtype} for a model of {model.dtype}", pool.dtype != model.dtype),
+        (f"a cache of {pool.dtype} for a model of {model.dtype}", pool.dtype not in {model.dtype} & {*CUDA_DTYPES}),
         (f"a head dim of {model.head_dim}", model.head_dim not in DECODE_HEAD_DIMS),
         ("a cache whose pages are not rows of heads", getattr(pool, "kv_cache_layout", "nhd") != "nhd"),
     ]
