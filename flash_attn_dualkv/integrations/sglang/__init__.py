@@ -45,8 +45,7 @@ def create(runner: Any) -> Any:
     """
     version = installed()
     if runner.use_mla_backend:  # whose operators SGLang chooses by the name of the backend
-        expected = "an attention backend of SGLang's for multi-head latent attention, such as fa3"
-        raise SharedPromptUnsupportedError("attention_backend", expected, pages.NAME)
+        raise SharedPromptUnsupportedError("attention_backend", "fa3 for multi-head latent attention", pages.NAME)
     try:
         check_names(names(version))
         check_runner(runner)

@@ -24,7 +24,7 @@ from ...decode.attention import shared_prefix_decode
 from ...decode.calls import MOST_REQUESTS
 from ...decode.library import DECODE_HEAD_DIMS
 from ...decode.plan import SharedPrefixPlan
-from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ...errors import SharedPromptError
 from ..engines.settings import Settings, settings_from
 from ..engines.statistics import Statistics
 from .log import SGLANG
@@ -195,7 +195,7 @@ def read_settings() -> Settings:
     settings = settings_from(SETTINGS, found)
     if settings != Settings(log_interval=settings.log_interval):
         expected = "log_interval alone: prompts are SGLang's, so that no row can have the trainer's bits"
-        raise SharedPromptUnsupportedError(SETTINGS, expected, text)
+        raise SharedPromptError(SETTINGS, expected, text)
     return settings
 
 
