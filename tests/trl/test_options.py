@@ -33,6 +33,9 @@ FOLDER = Path(pipeline.__file__).parents[1]
         ({"shared_prompt_min_shared": ""}, {"MIN_SHARED": "4"}, Options(min_shared=None)),
         ({"shared_prompt_enabled": True}, {"ENABLED": "0"}, Options()),
         ({"shared_prompt_share_lora_dropout": "true"}, {}, Options(share_lora_dropout=True)),
+        ({"shared_prompt_prompt_once": "auto"}, {"PROMPT_ONCE": "1"}, Options()),
+        ({"shared_prompt_prompt_once": False}, {"PROMPT_ONCE": "1"}, Options(prompt_once=False)),
+        ({}, {"PROMPT_ONCE": "1"}, Options(prompt_once=True)),
     ],
 )
 def test_options_as_text(settings: Any, environment: Any, expected: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +54,7 @@ def test_options_as_text(settings: Any, environment: Any, expected: Options, mon
         ("verify_first_steps", -1, "an int >= 0, got -1"),
         ("self_check", 1, "a bool, got 1"),
         ("min_shared", 0, "an int >= 1, got 0"),
+        ("prompt_once", 1, "a bool, got 1"),
     ],
 )
 def test_wrong_options(option: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
