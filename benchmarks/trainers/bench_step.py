@@ -65,7 +65,8 @@ def settings(options: argparse.Namespace, is_stock: bool, steps: Path) -> dict[s
     sizes |= {"RESPONSE_LENGTH": options.response, "TOKENS": options.tokens, "EPOCHS": 1000}
     router = resources.files("flash_attn_dualkv") / "integrations" / "verl" / "router.yaml"
     found |= {"ATTENTION": "", "ROUTER": ""} if is_stock else {"ROUTER": str(router)}
-    # Ray reads how much memory there is at its start, and ends workers where that grows with its use.
+    # Ray's monitor reads at its start how much memory there is, and ends workers where that grows
+    # with its use.
     return {**found, **{name: str(size) for name, size in sizes.items()}, "RAY_memory_monitor_refresh_ms": "0"}
 
 

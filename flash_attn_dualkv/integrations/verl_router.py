@@ -30,7 +30,8 @@ from ..errors import SharedPromptError, SharedPromptTypeError
 
 ROUTER_YAML = Path(__file__).with_name("verl") / "router.yaml"
 ENTRY_BYTES = 160  # of an entry beside its key, as tracemalloc counts them
-# Digests of 128 bits do not collide, and are the same in all processes, as `hash` of a request id is not.
+# Digests of 128 bits do not collide, and are the same in all processes, as `hash` of a request id
+# is not.
 DIGEST_BYTES = 16
 SLACK_RESPONSES = 12
 

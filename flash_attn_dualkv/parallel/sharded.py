@@ -214,7 +214,7 @@ def same_on_all_ranks(*groups: Any) -> Iterator[Common]:
 
 
 def _are_equal(groups: Sequence[Any], digest: Tensor) -> bool:
-    """Whether all ranks of the groups have the digest; never, if one has the largest number twice."""
+    """True if all ranks of the groups have the digest; False if one has the largest number twice."""
     for group in groups:
         digest = digest.to(device_of_group(group))
         dist.all_reduce(digest, dist.ReduceOp.MAX, group=group)

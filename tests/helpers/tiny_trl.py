@@ -192,6 +192,14 @@ def lora(task_type: str = "CAUSAL_LM", **options: Any) -> Any:
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type=task_type, **options)
 
 
+def lora_model() -> Any:
+    """A model with an adapter that changes it, always the same."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    plain = tiny_models.tiny_model("qwen3", dtype=torch.float32, attention="sdpa")
+    return peft.get_peft_model(plain, lora(init_lora_weights=False))
+
+
 def padded(samples: list[tuple[list[int], list[int]]], padding: int = 0) -> tuple[Tensor, Tensor, int]:
     """input_ids, attention_mask and the width of the completions of (prompt, completion), as TRL pads them."""
     left, right = (max(len(sample[side]) for sample in samples) for side in (0, 1))

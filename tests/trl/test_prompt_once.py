@@ -97,14 +97,8 @@ def test_training_equals_stock(name: str, tmp_path: Path) -> None:
 
 def test_lora_of_queries_and_values(tmp_path: Path) -> None:
     """Of a policy and a reference that are one model, without gradients of embeddings."""
-    peft = pytest.importorskip("peft")
-
-    def model() -> Any:
-        torch.manual_seed(5)
-        plain = tiny_model("qwen3", dtype=torch.float32, attention="sdpa")
-        return peft.get_peft_model(plain, lora(init_lora_weights=False))
-
-    runs(model, tmp_path, stock=tiny_trl.trl.GRPOTrainer, beta=0.1, **{**STEP, "gradient_accumulation_steps": 4})
+    step = {**STEP, "gradient_accumulation_steps": 4}
+    runs(tiny_trl.lora_model, tmp_path, stock=tiny_trl.trl.GRPOTrainer, beta=0.1, **step)
 
 
 def test_rloo(tmp_path: Path) -> None:
@@ -184,7 +178,8 @@ def test_scores_without_gradients(tmp_path: Path) -> None:
         check_equal(logps, expected[0], VALUE)
         check_equal(entropies, expected[1], VALUE)
         tokens.append(int(own._sharing.tally.tokens))
-    # Of the second prompt the last two slices; the third has both. A row before a completion is its own.
+    # The last two slices are the second prompt's; the third has both. A row before a completion is
+    # its own.
     completions = int(mask.sum()) - 5 * 40 - 3 * 31 + 8
     assert tokens == [completions + 3 * 39 + 2 * 30, completions + 39 + 30]
 
@@ -394,7 +389,7 @@ def test_a_trainer_without_rollouts(tmp_path: Path) -> None:
 
 def test_slices_that_are_cut() -> None:
     """Prompts of several slices are kept, those of one run in it; not where they are longer than a slice."""
-    # Of slices of 2: the first prompt is in slices 0 and 2, the second in 1 and 2, the third in 3.
+    # Slices have 2 samples. The first prompt is in 0 and 2, the second in 1 and 2, the third in 3.
     groups = [[0, 1, 4], [2, 3, 5], [6, 7]]
 
     def cut(first: int) -> Any:

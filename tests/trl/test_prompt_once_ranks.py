@@ -3,26 +3,24 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_trl
 import torch
-from processes import run_ranks
 from ranks import whole_gradients, wrap
 from tiny_models import check_equal, check_gradients, tiny_model
-from tiny_trl import check_runs, in_windows, model_on_disk, prepared, shared, slices_of, train, trainer, window
+from tiny_trl import check_runs, in_windows, prepared, shared, slices_of, train, trainer, window
+from trl_ranks import RANKS, join, on_ranks, run_of
 
-RANKS = 2
 GRPO = shared.SharedPromptGRPOTrainer
 STEP: dict[str, Any] = dict(
     per_device_train_batch_size=2, gradient_accumulation_steps=4, num_generations=8, steps_per_generation=8, beta=0.1
 )
-# Of each rank the groups of 4 slices. A prompt in all of them, beside one in the second and the third and a last slice
-# alone, where the other rank's prompts run behind it; and beside a rank where no slices share any.
+# Groups of each rank's 4 slices. A prompt in all of them, beside one in the second and the third and
+# a last slice alone, where the other rank's prompts run behind it; and beside a rank where no
+# slices share any.
 CASES = {
     "unequal": [[(9, [5, 9, 3, 7, 4, 2, 6, 1])], [(11, [5, 9]), (6, [3, 2, 7, 5]), (4, [2, 5])]],
     "none": [[(9, [5, 9, 3, 7, 4, 2, 6, 1])], [(11, [5, 9]), (6, [3, 2]), (7, [7, 5]), (4, [2, 5])]],
@@ -39,15 +37,8 @@ class SomeRanks(GRPO):
         return super().training_step(*args)
 
 
-def _free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return int(own.getsockname()[1])
-
-
 def _run_rank(rank: int, port: int, model: str, folder: str, results: Any) -> None:
-    environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS)
-    os.environ.update({name: str(value) for name, value in {**environment, "LOCAL_WORLD_SIZE": RANKS}.items()})
+    join(rank, port)
     once = dict(prompt_once=True)
     for name, cls, arguments in (
         ("stock", in_windows(tiny_trl.StockInGroups, 4), {}), ("once", GRPO, once), ("some ranks", SomeRanks, once),
@@ -83,18 +74,14 @@ def _windows(wrapper: str, slices: list[dict[str, Any]], folder: Path, options: 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What both ranks do, in one start of the processes; and the parameters that they begin with."""
-    folder = tmp_path_factory.mktemp("ranks")
-    model = model_on_disk(folder)
-    results = run_ranks(_run_rank, RANKS, _free_port(), model, str(folder), backend=None)
-    start = trainer(tiny_trl.trl.GRPOTrainer, model, folder).model.state_dict()
-    return results, {name: tensor.clone() for name, tensor in start.items()}
+    return on_ranks(_run_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", ["once", "some ranks"])
 def test_training_equals_stock(name: str, found: Any) -> None:
     results, start = found
     for rank in range(RANKS):
-        got, stock = (tiny_trl.Run(None, *_parts(results[rank, run], start)) for run in (name, "stock"))
+        got, stock = (run_of(results[rank, run], start) for run in (name, "stock"))
         check_runs(got, stock)
         fallbacks = [log["shared_prompt/fallbacks"] for log in got.logs]
         assert (sum(fallbacks) > 0) == (name == "some ranks")
@@ -110,9 +97,3 @@ def test_windows_equal_stock(wrapper: str, case: str, found: Any) -> None:
         assert got_losses == pytest.approx(losses, rel=1e-5, abs=1e-6)
         check_equal(got_logps, logps, 1e-5)
         check_gradients(got_gradients, gradients, 5e-6)
-
-
-def _parts(result: Any, start: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    logs, after = result
-    after = {name.removeprefix("module."): tensor for name, tensor in after.items()}
-    return logs, {name: start[name] for name in after}, after

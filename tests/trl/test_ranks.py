@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from tiny_models import check_equal, check_gradients, gradients
 from tiny_trl import StockInGroups, check_runs, model_on_disk, shared, train, trainer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from trl_ranks import RANKS, free_port, join, on_ranks, run_of
 
-RANKS = 2
 SETUPS: dict[str, dict[str, Any]] = {
     "ddp": dict(beta=0.1, steps_per_generation=2, per_device_train_batch_size=4, num_iterations=2),
     "ddp, groups across ranks": dict(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=2),
@@ -36,19 +34,8 @@ class SomeRanks(shared.SharedPromptGRPOTrainer):
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
 
-def _join(rank: int, port: int) -> None:
-    environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS)
-    os.environ.update({name: str(value) for name, value in {**environment, "LOCAL_WORLD_SIZE": RANKS}.items()})
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def _run_rank(rank: int, port: int, model: str, folder: str, results: Any) -> None:
-    _join(rank, port)
+    join(rank, port)
     for cls in (StockInGroups, shared.SharedPromptGRPOTrainer, SomeRanks):
         arguments = {} if cls is StockInGroups else dict(arguments=dict(verify_first_steps=1))
         for name, config in SETUPS.items():
@@ -80,11 +67,7 @@ def _sharded_step(made: Any, rank: int) -> Any:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What all trainers do on both ranks, in one start of the processes; and the model that they begin with."""
-    folder = tmp_path_factory.mktemp("ranks")
-    model = model_on_disk(folder)
-    results = run_ranks(_run_rank, RANKS, _free_port(), model, str(folder), backend=None)
-    start = trainer(tiny_trl.trl.GRPOTrainer, model, folder).model.state_dict()
-    return results, {name: one.clone() for name, one in start.items()}
+    return on_ranks(_run_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("cls", ["SharedPromptGRPOTrainer", "SomeRanks"])
@@ -92,7 +75,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_two_ranks_equal_stock(setup: str, cls: str, found: Any) -> None:
     results, start = found
     for rank in range(RANKS):
-        runs = [tiny_trl.Run(None, *_parts(results[rank, setup, name], start)) for name in (cls, "StockInGroups")]
+        runs = [run_of(results[rank, setup, name], start) for name in (cls, "StockInGroups")]
         got, stock = runs
         check_runs(got, stock)
         shares = got.metric("fallbacks")
@@ -117,12 +100,6 @@ def test_fsdp2_equals_stock(cls: str, found: Any) -> None:
         check_gradients(whole, wanted, 5e-6)
 
 
-def _parts(result: Any, start: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    logs, after = result
-    after = {name.removeprefix("module."): one for name, one in after.items()}
-    return logs, {name: start[name] for name in after}, after
-
-
 # --- on GPUs ----------------------------------------------------------------------------------------------------------
 
 ON_GPUS: dict[str, Any] = dict(
@@ -138,7 +115,7 @@ ON_GPUS: dict[str, Any] = dict(
 
 
 def _run_gpu(rank: int, port: int, model: str, folder: str, config: dict[str, Any], results: Any) -> None:
-    _join(rank, port)
+    join(rank, port)
     for cls in (StockInGroups, shared.SharedPromptGRPOTrainer):
         arguments = {} if cls is StockInGroups else dict(arguments=dict(verify_first_steps=2))
         made = trainer(cls, model, Path(folder), **arguments, **config)
@@ -157,7 +134,7 @@ def _run_gpu(rank: int, port: int, model: str, folder: str, config: dict[str, An
 def test_fsdp2_of_accelerate_on_gpus(tmp_path: Path) -> None:
     """Policy and reference model sharded by accelerate, in bf16 on the kernels: the step of stock attention."""
     model = model_on_disk(tmp_path, hidden_size=256, head_dim=64)
-    call = _free_port(), model, str(tmp_path), ON_GPUS
+    call = free_port(), model, str(tmp_path), ON_GPUS
     results = run_ranks(_run_gpu, RANKS, *call, forked=False, backend=None)
     for rank in range(RANKS):
         (stock_logs, stock), (logs, ours) = (results[rank, cls] for cls in ("StockInGroups", "SharedPromptGRPOTrainer"))

@@ -71,14 +71,7 @@ def test_training_equals_stock(name: str, tmp_path: Path) -> None:
 
 def test_training_with_lora_equals_stock(tmp_path: Path) -> None:
     """The reference is the model with a copy of the adapter that training starts from."""
-    peft = pytest.importorskip("peft")
-
-    def model() -> Any:
-        torch.manual_seed(5)
-        plain = tiny_model("qwen3", dtype=torch.float32, attention="sdpa")
-        return peft.get_peft_model(plain, lora(init_lora_weights=False))
-
-    got, _ = both(GRPO, trl.GRPOTrainer, model, tmp_path, beta=0.1, num_iterations=2)
+    got, _ = both(GRPO, trl.GRPOTrainer, tiny_trl.lora_model, tmp_path, beta=0.1, num_iterations=2)
     # The embeddings and all that is frozen have not moved.
     frozen = [name for name, one in got.before.items() if torch.equal(one, got.after[name])]
     assert not any("lora_B" in name and ".ref." not in name for name in frozen)

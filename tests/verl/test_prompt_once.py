@@ -98,7 +98,8 @@ VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=1", micro
 WITH_RAISING = "actor_rollout_ref.model.external_lib=[flash_attn_dualkv.integrations.verl,raising]"
 
 
-# One worker, whose weights stay, without the option and with it; a call that warms it up has two parts.
+# A worker, whose weights stay, without the option and with it. A call that warms it up has two
+# parts.
 STAYS = case("a worker that stays", micro=2, warm=4, updates=1, learning_rate=0.0, infers_at_the_end=False)
 
 

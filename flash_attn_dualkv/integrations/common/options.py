@@ -41,7 +41,7 @@ class Options(NamedTuple):
         prompt_once: micro-batches that divide the samples of a prompt compute it once, keep its keys
             and give it their gradients in a pass of its own. Of verl's FSDP engines, and of TRL's
             trainers with rollouts. None ("auto"): in verl's where that takes 5% less work and no
-            pass needs more memory than the largest micro-batch; not in TRL's.
+            pass of an update needs more rows than the largest micro-batch; not in TRL's.
     """
 
     enabled: bool = True

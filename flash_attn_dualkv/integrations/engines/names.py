@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from ...errors import SharedPromptUnsupportedError
 from ..common.patching import check_signature
@@ -17,6 +18,31 @@ def release_of(engine: str, numbers: int = 2) -> tuple[int, ...]:
     version = str(importlib.import_module(engine).__version__)
     found = re.match(r"\.".join([r"(\d+)"] * numbers), version)
     return tuple(map(int, found.groups())) if found else (1 << 30,)
+
+
+Differences = TypeVar("Differences")
+
+
+def known_version(
+    engine: str, backend: str, release: tuple[int, ...], known: Mapping[Any, Differences],
+    newest: tuple[int, ...],
+) -> Differences:  # fmt: skip
+    """Differences of the installed engine, by its number alone; one that is newer than `newest` is taken for that.
+
+    Args:
+        engine, backend: by their names, for errors.
+        release: of the installed engine.
+        known: by the first release with them, oldest first.
+
+    Raises:
+        SharedPromptUnsupportedError: it is older than all that are known.
+    """
+    found = [differences for first, differences in known.items() if first <= release]
+    if not found:
+        oldest, last = (".".join(map(str, numbers)) for numbers in (min(known), newest))
+        expected = f"{oldest} to {last}, or newer, for the attention backend {backend}"
+        raise SharedPromptUnsupportedError(engine, expected, importlib.import_module(engine).__version__)
+    return found[-1]
 
 
 def check_names(names: Mapping[str, str]) -> None:

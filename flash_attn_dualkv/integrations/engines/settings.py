@@ -10,7 +10,8 @@ from ...data.prefix_tree import Boundary, checked_boundary
 from ...errors import SharedPromptError
 
 KEY = "flash_attn_dualkv"
-# In a request's extra_args: tokens of the prompt that its sample began with, where more are submitted.
+# A name in a request's extra_args: tokens of the prompt that its sample began with, where more are
+# submitted.
 FIRST_PROMPT = "flash_attn_dualkv_first_prompt"
 
 

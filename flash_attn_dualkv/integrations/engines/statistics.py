@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .messages import Engine
 
-# Among so many requests, with fewer than so many to a prompt, the log says what keeps siblings together. Those of
-# an engine's warm-up have a key each.
+# Advice on siblings is for so many requests, fewer than so many to a prompt, of so many keys on
+# average: those of an engine's warm-up have one each.
 _MANY, _FEW_SIBLINGS, _SHORT = 16, 3, 64
 _ROUTER = "router_config_path=$(python -m flash_attn_dualkv.integrations.verl.router)"
 

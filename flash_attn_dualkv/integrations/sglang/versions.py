@@ -7,7 +7,7 @@ import importlib
 from typing import Any, NamedTuple
 
 from ...errors import SharedPromptUnsupportedError
-from ..engines.names import release_of
+from ..engines.names import known_version, release_of
 
 _ATTENTION, _GRAPHS = "sglang.srt.layers.attention.flashattention_backend", "init_forward_metadata"
 
@@ -58,12 +58,7 @@ def installed() -> Version:
     Raises:
         SharedPromptUnsupportedError: it is older than all that this package knows.
     """
-    found = [version for first, version in DIFFERENCES.items() if first <= release()]
-    if not found:
-        oldest, newest = (".".join(map(str, numbers)) for numbers in (min(DIFFERENCES), NEWEST))
-        expected = f"{oldest} to {newest}, or newer, for the attention backend dualkv"
-        raise SharedPromptUnsupportedError("sglang", expected, importlib.import_module("sglang").__version__)
-    return found[-1]
+    return known_version("sglang", "dualkv", release(), DIFFERENCES, NEWEST)
 
 
 def names(version: Version) -> dict[str, str]:

@@ -77,7 +77,7 @@ class PromptOnce:
     def step(self, model: Any) -> Iterator[None]:
         """The context of a training step; where that is the last one of prompts, they run behind it."""
         accelerator, run = self.trainer.accelerator, self._run
-        # Of all backwards of an optimizer step the last one alone reduces gradients.
+        # Gradients are reduced in the last of an optimizer step's backwards alone.
         is_followed = run is not None and run.is_followed and accelerator.gradient_state.sync_gradients
         try:
             with accelerator.no_sync(model) if is_followed else nullcontext():
@@ -162,7 +162,8 @@ class PromptOnce:
             with refusing("unsupported"):
                 if is_set:
                     raise SharedPromptUnsupportedError(lack)
-        # All ranks get here, or none: a trial of a sharded model communicates. What runs as without asks for the same.
+        # A trial of a sharded model communicates: all ranks get here, or none. What runs as without
+        # asks for the same.
         dtype = AUTOCAST_DTYPES.get(trainer.accelerator.mixed_precision)
         pipeline.check_model(causal_lm, ids.device, model=model, dtype=dtype, **sharing.options.first_use)
         if sharing.options.share_lora_dropout and any(each.training and each.p for each in lora_dropouts(causal_lm)):

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ...errors import SharedPromptUnsupportedError
-from ..engines.names import release_of
+from ..engines.names import known_version, release_of
 
 
 class Version(NamedTuple):
@@ -78,9 +76,4 @@ def installed() -> Version:
     Raises:
         SharedPromptUnsupportedError: it is older than all that this package knows.
     """
-    found = [version for first, version in DIFFERENCES.items() if first <= release()]
-    if not found:
-        oldest, newest = (".".join(map(str, numbers)) for numbers in (min(DIFFERENCES), NEWEST))
-        expected = f"{oldest} to {newest}, or newer, for the attention backend CUSTOM"
-        raise SharedPromptUnsupportedError("vllm", expected, importlib.import_module("vllm").__version__)
-    return found[-1]
+    return known_version("vllm", "CUSTOM", release(), DIFFERENCES, NEWEST)
