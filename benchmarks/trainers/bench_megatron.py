@@ -7,6 +7,7 @@
         --layout 'E(tt|)*12ttt|tL'
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --vpp 6 --group 4 \\
         --model qwen3-30b-a3b-L12
+    torchrun --nproc-per-node 1 benchmarks/trainers/bench_megatron.py --tokens 81920 --model qwen3.5-27b-L8
     python benchmarks/report.py                                                    # the page, of the result files
 
 Random weights of Qwen3's shapes and random tokens; bf16 with float32 gradients (Megatron's DDP), Megatron's schedules,
@@ -16,7 +17,7 @@ wants fewer of them: `--layout`. Replicated prompts lie in one THD row, on this 
 Megatron's own local attention takes no packed rows. An update is all forwards and backwards and the reduction of
 gradients, without the optimizer's step, which is the same for both. Times are those of the slowest rank, the best of
 all rounds. Routers balance nothing, experts are grouped products. Needs megatron-core, and no Transformer Engine or
-apex.
+apex; gated delta nets (qwen3.5-27b: three of four layers) need fla-core, whose kernels take the sequences of a THD row.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
@@ -53,7 +55,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row, largest, timed
-from megatron_layers import grouped_experts, local_norms
+from megatron_layers import grouped_experts, local_norms, with_delta_net
 from verl_inputs import MODELS, Model
 
 from flash_attn_dualkv import PackedBatch, flash_attn_varlen_func, pack_shared_prompts, split_by_token_budget
@@ -69,10 +71,16 @@ SIZES = {
     "qwen3-1.7b": MODELS["Qwen3-1.7B"],
     "qwen3-8b": MODELS["Qwen3-8B"],
     "qwen3-30b-a3b-L12": MODELS["Qwen3-30B-A3B, 12 layers"],
+    "qwen3.5-27b-L8": Model(
+        layers=8, hidden=5120, intermediate=17408, heads=24, kv_heads=4, head_dim=256, vocabulary=248320
+    ),
     "tiny": Model(hidden=32, intermediate=48, head_dim=8, vocabulary=96),
     "tiny-4-layers": Model(layers=4, hidden=32, intermediate=48, head_dim=8, vocabulary=96),
     "tiny-experts": Model(hidden=32, intermediate=24, head_dim=8, vocabulary=96, experts=4, experts_per_token=2),
+    "tiny-delta-nets": Model(layers=4, hidden=32, intermediate=48, head_dim=8, vocabulary=96),
 }
+# Key heads, value heads and their head dim in models whose layers have gated delta nets but for each fourth.
+DELTA_NETS = {"qwen3.5-27b-L8": (16, 48, 128), "tiny-delta-nets": (2, 4, 8)}
 
 
 class VarlenAttention(DotProductAttention):
@@ -123,6 +131,14 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
             moe_router_load_balancing_type="none", moe_router_dtype="fp32",
             sequence_parallel=is_sliced(options),
         )  # fmt: skip
+    has_delta_nets = options.model in DELTA_NETS
+    if has_delta_nets:
+        key_heads, value_heads, head_dim = DELTA_NETS[options.model]
+        more |= dict(
+            experimental_attention_variant="gated_delta_net", linear_attention_freq=4, linear_conv_kernel_dim=4,
+            linear_num_key_heads=key_heads, linear_num_value_heads=value_heads, linear_key_head_dim=head_dim,
+            linear_value_head_dim=head_dim, attention_output_gate=True,
+        )  # fmt: skip
     config = TransformerConfig(
         num_layers=size.layers, hidden_size=size.hidden, ffn_hidden_size=size.intermediate,
         num_attention_heads=size.heads, num_query_groups=size.kv_heads, kv_channels=size.head_dim,
@@ -140,6 +156,9 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
     spec = get_gpt_layer_local_spec(num_experts=size.experts or None, qk_layernorm=True, normalization="RMSNorm")
     if not shares:
         spec.submodules.self_attention.submodules.core_attention = VarlenAttention
+    if has_delta_nets:
+        kinds = [spec if layer % 4 == 3 else with_delta_net(spec) for layer in range(size.layers)]
+        spec = TransformerBlockSubmodules(layer_specs=kinds, layer_norm=spec.submodules.input_layernorm)
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
     for at in range(options.vpp):
@@ -148,6 +167,7 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
             stage = GPTModel(
                 config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
                 position_embedding_type="rope", rotary_base=1000000, vp_stage=at if is_virtual else None,
+                rotary_percent=0.25 if has_delta_nets else 1.0,
                 pre_process=parallel_state.is_pipeline_first_stage(**place),
                 post_process=parallel_state.is_pipeline_last_stage(**place),
             ).to(device)  # fmt: skip
@@ -275,6 +295,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=40960, help="of a micro-batch, at most")
     add("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
+    if options.model in DELTA_NETS and options.pipeline > 1:
+        parser.error(f"--pipeline: {options.model} has one stage here, got {options.pipeline}")
     if options.layout and "t" not in options.layout.rpartition("|")[2]:
         parser.error(
             f"--layout: expected a layer beside the head, behind which its weights are drawn, got {options.layout}"

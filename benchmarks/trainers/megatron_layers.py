@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Norms and experts for Megatron's models without Transformer Engine and apex."""
+"""Norms, experts and gated delta nets for Megatron's models without Transformer Engine and apex."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,8 +24,6 @@ from torch.nn import functional
 @contextlib.contextmanager
 def local_norms() -> Iterator[None]:
     """Megatron's local norm refuses sequence parallelism; its gradient is summed as that of others."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
     stock = WrappedTorchNorm.__new__
 
     def norm(kind: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,3 +71,10 @@ def grouped_experts() -> Iterator[None]:
 
     with patch.object(MoELayer, "__init__", init):
         yield
+
+
+def with_delta_net(layer: Any) -> Any:
+    """The layer of this specification with a gated delta net for its attention."""
+    parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+    mixer = ModuleSpec(GatedDeltaNet, submodules=parts)
+    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, self_attention=mixer))

@@ -98,10 +98,12 @@ def _new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *arg
 
 
 def _causal_conv1d(x: Any, weight: Any, bias: Any, activation: str, cu_seqlens: Any = None, **_: Any) -> Any:
-    """x (1, T, C), weight (C, K), of one sequence -> (1, T, C)."""
-    assert activation == "silu" and cu_seqlens is None
-    longer = functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
-    return functional.silu(functional.conv1d(longer, weight[:, None], bias, groups=len(weight))).transpose(1, 2), None
+    """x (1, T, C), weight (C, K), of the sequences between cu_seqlens -> (1, T, C)."""
+    assert activation == "silu"
+    lengths = [x.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    longer = [functional.pad(one.transpose(1, 2), (weight.shape[1] - 1, 0)) for one in x.split(lengths, 1)]
+    mixed = [functional.conv1d(one, weight[:, None], bias, groups=len(weight)) for one in longer]
+    return functional.silu(torch.cat(mixed, 2)).transpose(1, 2), None
 
 
 def _chunk_gated_delta_rule(

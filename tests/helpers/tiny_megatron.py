@@ -10,12 +10,12 @@ import copy
 import importlib
 import logging
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from megatron_layers import local_norms
+from megatron_layers import local_norms, with_delta_net
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree, pack_shared_prompts
@@ -27,11 +27,7 @@ megatron = importlib.import_module("flash_attn_dualkv.integrations.megatron")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # noqa: E402
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
@@ -150,22 +146,15 @@ def tiny_chunk(kind: str, config: Any, **options: Any) -> Any:
         if "linear_attention_freq" in own.config:
             first = get_transformer_layer_offset(config, **stage)
             own_layers = config.linear_attention_freq[first : first + len(spec.layer_specs)]
-            spec.layer_specs = [*map(_with_delta_net, spec.layer_specs, own_layers)]
+            spec.layer_specs = [
+                with_delta_net(layer) if linear else layer for layer, linear in zip(spec.layer_specs, own_layers)
+            ]
     defaults: dict[str, Any] = dict(position_embedding_type="rope", vocab_size=VOCABULARY, max_sequence_length=128)
     with local_norms():
         model = GPTModel(config=config, transformer_layer_spec=spec, **{**defaults, **own.model, **options})
     for name, one in model.named_parameters():
         fill(name, one)
     return model.train()
-
-
-def _with_delta_net(layer: Any, is_linear: int) -> Any:
-    """A layer with a gated delta net in place of its attention; Megatron's own spec wants Transformer Engine."""
-    if not is_linear:
-        return layer
-    parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
-    mixer = ModuleSpec(GatedDeltaNet, submodules=parts)
-    return replace(layer, submodules=replace(layer.submodules, self_attention=mixer))
 
 
 def fill(name: str, parameter: Tensor, rank: int = 0) -> None:

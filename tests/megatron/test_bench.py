@@ -50,3 +50,12 @@ def test_virtual_stages() -> None:
         of = {row["who"]: row for row in rows}
         assert (of["shared"]["micro_batches"], of["replicated"]["micro_batches"]) == (2, 4)
         assert of["shared"]["log_prob_mean_difference"] < 1e-5
+
+
+def test_delta_nets() -> None:
+    """Those of the replicated run take the sequences of a row; on one rank."""
+    options = bench_megatron.parsed([*TINY, "--model", "tiny-delta-nets"])
+    with megatron_on_the_cpu():
+        shared, replicated = bench_megatron.measure(options, torch.device("cpu"))
+    assert shared["log_prob_mean_difference"] < 1e-5
+    assert (shared["tokens"], replicated["tokens"]) == (2 * 11 + 6 * 6, 6 * 17)
