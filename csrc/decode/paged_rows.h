@@ -36,7 +36,11 @@ struct PagedRows {
   const float slabs_inverse = 1.f / slabs;
 
   __device__ __forceinline__ FetchedPages fetch(int request, const DecodeTile& tile) const {
-    const int slab = tile.position / kPageRows + lane;
+    return fetch(request, tile, lane);
+  }
+  // The same for the 16 rows of this number.
+  __device__ __forceinline__ FetchedPages fetch(int request, const DecodeTile& tile, int number) const {
+    const int slab = tile.position / kPageRows + number;
     // Exact below 2^21 slabs, which DecodeMemory asks for, and a fifth of an integer division.
     const int column = static_cast<int>((slab + 0.5f) * slabs_inverse);
     return {tile, p.table.entry(request, column), (slab - column * slabs) * kPageRows};

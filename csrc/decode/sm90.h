@@ -12,10 +12,22 @@
 #pragma once
 
 #include "decode/rows.h"
+#include "ptx/tma.h"
 #include "sm90/config.h"
 #include "sm90/tile.h"
 
 namespace dualkv::sm90 {
+
+// Maps of K and V, whose rows are those of all pages, so many of a page, and boxes of kPageRows rows
+// by a panel. Tiles of branches are whole and begin with a page: one thread's order loads a box, where
+// copies of 16 bytes take 14 instructions each of four warps, and what multiplies needs no fence.
+struct DecodeMaps {
+  CUtensorMap k, v;
+  int64_t k_rows, v_rows;
+  bool exist;  // strides may be such that there are none
+
+  __device__ __forceinline__ bool load(const DecodeItem& item) const { return exist && item.q_pos == kMaxPosition; }
+};
 
 // An item for one KV head, in a slot of shared memory.
 struct DecodeWork {
@@ -88,8 +100,11 @@ __device__ __forceinline__ Struct load_struct(uint32_t address) {
 // The warpgroup that loads.
 template <typename T, class Config>
 struct DecodeProducer {
+  using TileKv = typename Config::TileKv;
+
   const DecodeShared<Config>& shared;
   const DecodeParams<T>& p;
+  const DecodeMaps& maps;
   const int thread = threadIdx.x;
   const PagedRows<T, typename Config::TileQ, typename Config::TileKv> rows{p};
   PipelineState<Config::kStagesQ> q_state;
@@ -119,11 +134,55 @@ struct DecodeProducer {
     q_state.advance();
   }
 
+  // A box of the tile: these lanes of the first warp have one each.
+  static constexpr int kSlabs = TileKv::kRows / kPageRows, kBoxes = kSlabs * TileKv::kPanels;
+  static_assert(kBoxes <= 32 && TileKv::kRows % kPageRows == 0);
+  __device__ __forceinline__ void load_box(PipelineBarrier ready, int phase, uint32_t tile, const CUtensorMap& map,
+                                           const FetchedPages& at, int64_t rows_of_page, int kv_head) const {
+    const int slab = thread % kSlabs, panel = thread / kSlabs;
+    ready.wait_empty(phase);
+    if (thread == 0) {
+      ready.expect(TileKv::kBytes);
+    } else {
+      ptx::mbarrier_arrive(ready.full());
+    }
+    __syncwarp();
+    if (thread >= kBoxes) return;
+    const int row = static_cast<int>(p.table.page_of(at.entry) * rows_of_page) + at.row;
+    ptx::tma_load_3d(tile + panel * TileKv::kPanelBytes + slab * (kPageRows * TileKv::kRowBytes), map, ready.full(),
+                     panel * TileKv::kPanelCols, kv_head, row);
+  }
+  __device__ __forceinline__ void load_boxes(const DecodeItem& item, int kv_head, const DecodeWalk& walk, int tiles) {
+    const auto fetch = [&](int step) {  // the first warp's
+      return thread < 32 && step < tiles ? rows.fetch(item.request, walk.tile(step), thread % kSlabs) : FetchedPages{};
+    };
+    FetchedPages next = fetch(0), before{};
+    load_queries(item, kv_head);
+    const auto load_v = [&] {
+      load_box(shared.v_ready(v_state.stage), v_state.phase, shared.v(v_state.stage), maps.v, before, maps.v_rows,
+               kv_head);
+      v_state.advance();
+    };
+    for (int step = 0; step < tiles; ++step) {
+      const FetchedPages now = next;
+      next = fetch(step + 1);
+      load_box(shared.k_ready(k_state.stage), k_state.phase, shared.k(k_state.stage), maps.k, now, maps.k_rows,
+               kv_head);
+      k_state.advance();
+      if (step > 0) load_v();
+      before = now;
+    }
+    load_v();
+  }
+
   // Loads K of a tile before V of the previous one: scores are one tile ahead.
   __device__ __forceinline__ void load(const DecodeItem& item, int kv_head) {
     const DecodeWalk walk(item, Config::kBlockN, p.shape.sees);
     const int tiles = walk.tiles();
     if (tiles == 0) return;
+    if constexpr (Config::kMaps) {
+      if (maps.load(item)) return load_boxes(item, kv_head, walk, tiles);
+    }
     const uint64_t policy = rows.policy_of(item);
     FetchedPages next = rows.fetch(item.request, walk.tile(0));
     load_queries(item, kv_head);
@@ -182,7 +241,9 @@ struct DecodeConsumer {
 
   const DecodeShared<Config>& shared;
   const DecodeParams<T>& p;
+  const DecodeMaps& maps;
   const int lane = threadIdx.x % 32;
+  bool is_copied = false;  // by the generic proxy, whether the tiles of the item are
   DecodeRows<T, kHeadDim, Arch::sm90> rows{p};
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
@@ -203,7 +264,7 @@ struct DecodeConsumer {
   }
   __device__ __forceinline__ void wait_v() const {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
-    ptx::fence_async_proxy();
+    if (is_copied) ptx::fence_async_proxy();
   }
   __device__ __forceinline__ void release_v() {
     shared.v_ready(v_state.stage).release(lane);
@@ -255,6 +316,7 @@ struct DecodeConsumer {
 
   __device__ __forceinline__ void attend(const DecodeItem& item, int kv_head) {
     rows.find(item, kv_head);
+    is_copied = !Config::kMaps || !maps.load(item);
     Softmax softmax;
     clear(o);
     const bool has_states = item.waits >= 0;
@@ -294,7 +356,7 @@ struct DecodeConsumer {
     ptx::wgmma_wait<0>();
     take_scores(now);
     wait_next(0);
-    ptx::fence_async_proxy();
+    if (is_copied) ptx::fence_async_proxy();
     start_next(0);
     Rescaling rescaling = to_probabilities(now, item, walk.tile(0), has_states, softmax);
     ptx::wgmma_wait<0>();
@@ -348,17 +410,17 @@ struct DecodeConsumer {
 
 template <typename T, class Config, bool kSoftcap>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
-    dualkv_sm90_decode(const __grid_constant__ DecodeParams<T> p) {
+    dualkv_sm90_decode(const __grid_constant__ DecodeParams<T> p, const __grid_constant__ DecodeMaps maps) {
   extern __shared__ uint8_t bytes[];
   const DecodeShared<Config> shared(ptx::shared_address(bytes));
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     if constexpr (Config::kBlocks > 1) ptx::give_registers<Config::kProducerRegisters>();
-    DecodeProducer<T, Config>{shared, p}.run();
+    DecodeProducer<T, Config>{shared, p, maps}.run();
   } else {
     if constexpr (Config::kBlocks > 1) ptx::take_registers<Config::kConsumerRegisters>();
-    DecodeConsumer<T, Config, kSoftcap>{shared, p}.run();
+    DecodeConsumer<T, Config, kSoftcap>{shared, p, maps}.run();
   }
 }
 
