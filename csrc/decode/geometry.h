@@ -28,10 +28,11 @@
 
 namespace dualkv {
 
-constexpr int kDecodeRows = 64;  // rows of an item: queries of its requests, times the heads of a KV head
-constexpr int kDecodeThreads = 2 * kDecodeRows;  // that load them, and that multiply: 16 rows a warp
+// Rows of items, which are queries of their requests, times the heads of a KV head: so many for each
+// kDecodeThreads threads that multiply, 16 a warp. As many threads load.
+constexpr int kDecodeRows = 64, kDecodeThreads = 2 * kDecodeRows;
 
-// A walk of up to kDecodeRows rows over tiles of one request's pages, for every KV head.
+// A walk of a row tile over tiles of one request's pages, for every KV head.
 struct alignas(16) DecodeItem {
   int request;      // whose pages are read
   int row, rows;    // row / (heads of a KV head) is a place in the order of queries, the rest a head

@@ -111,7 +111,7 @@ struct DecodeOrder {
   }
 
   __device__ int row_tiles_for(int queries) const {
-    return static_cast<int>(ceil_div(int64_t{queries} * a.heads_per_group, int64_t{kDecodeRows}));
+    return static_cast<int>(ceil_div(int64_t{queries} * a.heads_per_group, int64_t{a.block_m}));
   }
   // How many states of a request's rows are to be combined.
   __device__ int combined_states(int request) const {
@@ -176,8 +176,8 @@ struct DecodeOrder {
   }
 
   __device__ void take_rows(DecodeItem& item, int queries, int number) const {
-    const int first = number * kDecodeRows;
-    item.row += first, item.rows = min_int(kDecodeRows, queries * a.heads_per_group - first);
+    const int first = number * a.block_m;
+    item.row += first, item.rows = min_int(a.block_m, queries * a.heads_per_group - first);
   }
   __device__ DecodeItem rows_of(int request, int queries, int number) const {
     DecodeItem item{request, f.place(request) * a.heads_per_group, 0, 0, 0, 0, 0, 0, -1, 0, -1, -1};
@@ -188,7 +188,7 @@ struct DecodeOrder {
   // Keys behind the last query are in no tile, also where that comes before the cut.
   __device__ DecodeItem whole_leaf(int request, int number) const {
     DecodeItem item = rows_of(request, f.queries[request], number);
-    const int row = number * kDecodeRows, position = f.keys[request] - f.queries[request];
+    const int row = number * a.block_m, position = f.keys[request] - f.queries[request];
     item.q_pos = position + row / a.heads_per_group;
     item.keys = max_int(position + (row + item.rows - 1) / a.heads_per_group + 1, 0);
     item.cut = min_int(f.cuts[request], item.keys);

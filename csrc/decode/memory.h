@@ -18,16 +18,16 @@ struct DecodeMemory {
   int64_t bytes = 0;
 
   // `blocks`: of a launch.
-  DecodeMemory(const DualkvDecodePlan& asked, int block_n, int blocks) {
+  DecodeMemory(const DualkvDecodePlan& asked, int block_m, int block_n, int blocks) {
     check(asked);
     Scratch scratch(asked.memory);
     const int requests = static_cast<int>(asked.max_requests), rows = static_cast<int>(asked.max_queries);
     const int kv_heads = static_cast<int>(asked.num_kv_heads);
     const int heads_per_group = static_cast<int>(asked.num_heads) / kv_heads;
-    // Leaves: the last item of a request, and of the rows in none, may have less than kDecodeRows
+    // Leaves: the last item of a request, and of the rows in none, may have less than block_m
     // rows. Branches: as many again for each of up to kLevels levels of sharing; if they do not fit
     // nothing is shared. A path has as many pieces as splits, and one more for each level.
-    const int leaves = requests + 1 + static_cast<int>(int64_t{rows} * heads_per_group / kDecodeRows);
+    const int leaves = requests + 1 + static_cast<int>(int64_t{rows} * heads_per_group / block_m);
     plan.owners = scratch.take<unsigned long long>(asked.num_pages);
     plan.step = scratch.take<unsigned>(1);
     progress.next = scratch.take(1), progress.exits = scratch.take(1);
@@ -54,7 +54,7 @@ struct DecodeMemory {
                       static_cast<int>(asked.page_size)},
                      asked.seqlens, asked.cu_seqlens_q, asked.boundaries,
                      asked.parents, asked.shared_pages, static_cast<int>(asked.queries)};
-    plan.block_n = block_n;
+    plan.block_m = block_m, plan.block_n = block_n;
     plan.heads_per_group = heads_per_group;
     plan.blocks = ceil_div(blocks, kv_heads);
   }

@@ -62,21 +62,23 @@ struct PagedRows {
     copy(tile, p.v, at.v, at.tile, kv_head, policy);
   }
 
-  // Rows of q of the item's rows that the thread copies.
-  __device__ __forceinline__ void find_queries(const DecodeItem& item, int (&rows)[kQuerySteps]) const {
+  // Rows of q that the thread copies of the item's rows from `first` on, kRowsAtOnce apart.
+  template <int kSteps>
+  __device__ __forceinline__ void find_queries(const DecodeItem& item, int (&rows)[kSteps], int first = 0) const {
 #pragma unroll
-    for (int i = 0; i < kQuerySteps; ++i) {
-      const int row = row0 + i * kRowsAtOnce;
+    for (int i = 0; i < kSteps; ++i) {
+      const int row = first + row0 + i * kRowsAtOnce;
       rows[i] = row < item.rows ? p.query(item.row + row) : 0;
     }
   }
   // Rows after the item's keep what they had: they are computed and never stored.
+  template <int kSteps>
   __device__ __forceinline__ void copy_queries(uint32_t tile, const DecodeItem& item, int kv_head,
-                                               const int (&rows)[kQuerySteps]) const {
+                                               const int (&rows)[kSteps], int first = 0) const {
     const int heads = p.shape.heads_per_group();
 #pragma unroll
-    for (int i = 0; i < kQuerySteps; ++i) {
-      const int row = row0 + i * kRowsAtOnce;
+    for (int i = 0; i < kSteps; ++i) {
+      const int row = first + row0 + i * kRowsAtOnce;
       if (row >= item.rows) continue;
       const T* const source = p.q.at(rows[i], kv_head * heads + (item.row + row) % heads) + chunk * 8;
       ptx::cp_async_16(place<TileQ>(tile, row), source, true);

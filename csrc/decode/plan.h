@@ -10,9 +10,9 @@ namespace dualkv {
 
 struct DecodePlanArgs {
   DecodeRequests requests;
-  int block_n;          // keys of a tile
-  int heads_per_group;  // query heads of a KV head
-  int blocks;           // that walk at a time, of each KV head
+  int block_m, block_n;  // most rows of an item, and keys of a tile
+  int heads_per_group;   // query heads of a KV head
+  int blocks;            // that walk at a time, of each KV head
   DecodeSplits splits;
   // (pages): the first request and column with a page, of the step in the upper half. Entries of
   // earlier steps are smaller, so that nothing is cleared.

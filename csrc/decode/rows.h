@@ -11,14 +11,15 @@
 
 namespace dualkv {
 
-template <typename T, int kHeadDim, Arch kArch>
+// `kThreads` of them; in sm90 kernels kDecodeThreads others, which load, come first.
+template <typename T, int kHeadDim, Arch kArch, int kThreads = kDecodeThreads>
 struct DecodeRows {
   static constexpr int kTogether = state_pairs(kArch);
 
   using Output = float[1][kHeadDim / 8][4];
 
   const DecodeParams<T>& p;
-  const int thread = threadIdx.x % kDecodeThreads, lane = threadIdx.x % 32;
+  const int thread = threadIdx.x - (kArch == Arch::sm90 ? kDecodeThreads : 0), lane = threadIdx.x % 32;
   const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row, and 8 after it the other
   int slot[2];  // of the thread's rows: row of q * num_heads + head; -1: none
 
@@ -95,7 +96,7 @@ struct DecodeRows {
     meet();
     if (ptx::load_shared_128(flag).x == 0) return;
     const int counters = p.progress.branches * p.shape.num_kv_heads;
-    for (int i = thread; i < counters; i += kDecodeThreads) p.progress.arrived[i] = 0;
+    for (int i = thread; i < counters; i += kThreads) p.progress.arrived[i] = 0;
     if (thread == 0) *p.progress.next = 0, *p.progress.exits = 0;
   }
 

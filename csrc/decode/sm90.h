@@ -64,8 +64,9 @@ struct DecodeShared {
   }
 
   __device__ __forceinline__ void init_barriers() const {
-    for (int i = 0; i < kTileStages; ++i) barrier(i).init(kWarpgroup / 32, kWarpgroup);
-    for (int i = 0; i < Config::kWorkSlots; ++i) work_ready(i).init(kWarpgroup / 32);
+    constexpr int kWarps = Config::kConsumers * kWarpgroup / 32;
+    for (int i = 0; i < kTileStages; ++i) barrier(i).init(kWarps, kWarpgroup);
+    for (int i = 0; i < Config::kWorkSlots; ++i) work_ready(i).init(kWarps);
     ptx::mbarrier_init_fence();
   }
 
@@ -75,7 +76,7 @@ struct DecodeShared {
   __device__ __forceinline__ PipelineBarrier barrier(int index) const { return {rest + index * 16}; }
 };
 
-// Named barriers of the two warpgroups.
+// Named barriers of the warpgroups that load and that multiply.
 constexpr int kProducersMeet = 1, kConsumersMeet = 2;
 
 // Words of a struct, to and from shared memory.
@@ -125,11 +126,19 @@ struct DecodeProducer {
     v_state.advance();
   }
   __device__ __forceinline__ void load_queries(const DecodeItem& item, int kv_head) {
-    int found[decltype(rows)::kQuerySteps];
+    // A few at a time where registers are few.
+    constexpr int kSteps = decltype(rows)::kQuerySteps / (Config::kConsumers > 1 ? 4 : 1);
+    constexpr int kFound = kSteps * decltype(rows)::kRowsAtOnce;
+    int found[kSteps];
     rows.find_queries(item, found);
     const PipelineBarrier ready = shared.queries_ready(q_state.stage);
     ready.wait_empty(q_state.phase);
     rows.copy_queries(shared.q(q_state.stage), item, kv_head, found);
+#pragma unroll 1
+    for (int first = kFound; first < min_int(Config::kRows, item.rows); first += kFound) {
+      rows.find_queries(item, found, first);
+      rows.copy_queries(shared.q(q_state.stage), item, kv_head, found, first);
+    }
     ptx::cp_async_arrive(ready.full());
     q_state.advance();
   }
@@ -231,7 +240,7 @@ struct DecodeProducer {
   }
 };
 
-// The warpgroup that multiplies.
+// The warpgroups that multiply, 64 rows each, on the same tiles.
 template <typename T, class Config, bool kSoftcap>
 struct DecodeConsumer {
   using TileQ = typename Config::TileQ;
@@ -243,8 +252,9 @@ struct DecodeConsumer {
   const DecodeParams<T>& p;
   const DecodeMaps& maps;
   const int lane = threadIdx.x % 32;
+  const int first_row = Config::kConsumers > 1 ? (threadIdx.x / kWarpgroup - 1) * kDecodeRows : 0;
   bool is_copied = false;  // by the generic proxy, whether the tiles of the item are
-  DecodeRows<T, kHeadDim, Arch::sm90> rows{p};
+  DecodeRows<T, kHeadDim, Arch::sm90, Config::kConsumers * kWarpgroup> rows{p};
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
   using Scores = float[1][kBlockN / 8][4];
@@ -252,7 +262,7 @@ struct DecodeConsumer {
   float o[1][kHeadDim / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
-  static __device__ __forceinline__ void meet() { ptx::named_barrier_sync(kConsumersMeet, kWarpgroup); }
+  static __device__ __forceinline__ void meet() { ptx::named_barrier_sync(kConsumersMeet, Config::kConsumers * kWarpgroup); }
 
   // Copies by other threads are visible behind their barrier, and to products behind a fence, which
   // comes once a step: it is a memory barrier, too.
@@ -272,7 +282,7 @@ struct DecodeConsumer {
   }
 
   __device__ __forceinline__ void issue_scores(Scores& s) {
-    const uint32_t q = varying(shared.q(q_state.stage), k_state.stage);
+    const uint32_t q = varying(shared.q(q_state.stage) + first_row * TileQ::kRowBytes, k_state.stage);
     ptx::wgmma_fence();
     products.issue(s[0], q, shared.k(k_state.stage));
     ptx::wgmma_commit();
@@ -323,8 +333,28 @@ struct DecodeConsumer {
     if (has_states) rows.take(item, kv_head, o, softmax, meet);
     const DecodeWalk walk(item, kBlockN, p.shape.sees);
     const int tiles = walk.tiles();
-    if (tiles > 0) multiply(item, walk, tiles, has_states, softmax);
+    if (tiles > 0) {
+      if (Config::kConsumers > 1 && first_row >= item.rows) {
+        skip(tiles);
+      } else {
+        multiply(item, walk, tiles, has_states, softmax);
+      }
+    }
     rows.finish(item, kv_head, o, softmax, meet);
+  }
+
+  // The rows of this warpgroup are none: the others need its places in the rings.
+  __device__ __forceinline__ void skip(int tiles) {
+    for (int step = 0; step < tiles; ++step) {
+      wait_k();
+      shared.k_ready(k_state.stage).release(lane);
+      k_state.advance();
+      wait_v();
+      release_v();
+    }
+    shared.queries_ready(q_state.stage).wait_full(q_state.phase);
+    shared.queries_ready(q_state.stage).release(lane);
+    q_state.advance();
   }
 
   // While the softmax of a tile runs, tensor cores have P V of the tile before and, where registers
@@ -416,10 +446,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    if constexpr (Config::kBlocks > 1) ptx::give_registers<Config::kProducerRegisters>();
+    if constexpr (Config::kMovesRegisters) ptx::give_registers<Config::kProducerRegisters>();
     DecodeProducer<T, Config>{shared, p, maps}.run();
   } else {
-    if constexpr (Config::kBlocks > 1) ptx::take_registers<Config::kConsumerRegisters>();
+    if constexpr (Config::kMovesRegisters) ptx::take_registers<Config::kConsumerRegisters>();
     DecodeConsumer<T, Config, kSoftcap>{shared, p, maps}.run();
   }
 }

@@ -9,7 +9,8 @@
 namespace dualkv::sm90 {
 
 // KV tiles are those of the forward, because their keys decide the bits of a row. Two blocks share
-// a multiprocessor where they fit, so that one loads while the other waits for states.
+// a multiprocessor where they fit, so that one loads while the other waits for states. Where they do
+// not, two warpgroups multiply the tiles that are loaded once: 16 siblings of 6 heads have 96 rows.
 //
 // scores_ahead: scores of the next tile are computed during the softmax of this one, as far as
 // registers go. A lone walk is bound by latency.
@@ -17,13 +18,13 @@ namespace dualkv::sm90 {
 // maps: tiles of branches are loaded by tensor maps. With one block a multiprocessor, whose loads
 // nothing hides, that was slower: 5 to 25% at 256.
 struct DecodeTiles {
-  int of, stages_q, stages_kv, blocks;
+  int of, stages_q, stages_kv, blocks, consumers = 1;
   bool scores_ahead = false, maps = false;
 };
 constexpr DecodeTiles kDecodeTiles[] = {
     {.of = 64, .stages_q = 2, .stages_kv = 3, .blocks = 2},
     {.of = 128, .stages_q = 2, .stages_kv = 2, .blocks = 2, .scores_ahead = true, .maps = true},
-    {.of = 256, .stages_q = 1, .stages_kv = 2, .blocks = 1},
+    {.of = 256, .stages_q = 1, .stages_kv = 2, .blocks = 1, .consumers = 2},
 };
 
 template <int kHeadDim_>
@@ -31,10 +32,13 @@ struct DecodeConfig {
   static constexpr DecodeTiles kTiles = row_of(kDecodeTiles, kHeadDim_);
   static constexpr int kHeadDim = kHeadDim_, kBlockN = ForwardConfig<kHeadDim, kHeadDim>::kBlockN;
   static constexpr int kStagesQ = kTiles.stages_q, kStagesKv = kTiles.stages_kv, kWorkSlots = 2;
-  static constexpr int kBlocks = kTiles.blocks, kThreads = 2 * kWarpgroup;
+  static constexpr int kBlocks = kTiles.blocks, kConsumers = kTiles.consumers;
+  static constexpr int kRows = kConsumers * kDecodeRows, kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr bool kScoresAhead = kTiles.scores_ahead, kMaps = kTiles.maps;
-  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
-  using TileQ = SmemTile<kDecodeRows, kHeadDim>;
+  // A block alone has more than its threads can take, unless there are three warpgroups.
+  static constexpr bool kMovesRegisters = kBlocks * (1 + kConsumers) > 2;
+  static constexpr int kProducerRegisters = kConsumers > 1 ? 40 : 64, kConsumerRegisters = kConsumers > 1 ? 232 : 192;
+  using TileQ = SmemTile<kRows, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   static constexpr int kOffsetK = kStagesQ * TileQ::kBytes;
   static constexpr int kOffsetV = kOffsetK + kStagesKv * TileKv::kBytes;
@@ -43,7 +47,8 @@ struct DecodeConfig {
   static constexpr int kSharedBytes = kTileBytes + 1024;  // the block aligns its tiles itself
   // A multiprocessor has 228 KB, of which it keeps 1 KB a block.
   static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024, "blocks must fit a Hopper multiprocessor");
-  static_assert(kProducerRegisters + kConsumerRegisters == 256, "two blocks have all registers");
+  static constexpr int kRegisters = kBlocks * kWarpgroup * (kProducerRegisters + kConsumers * kConsumerRegisters);
+  static_assert(!kMovesRegisters || kRegisters <= 64 * 1024, "blocks must have no more registers than there are");
 };
 
 // None where a page's rows do not follow each other at a multiple of a row's stride.
@@ -77,7 +82,7 @@ bool register_decode() {
       launch(kernel, Config::kBlocks * p.shape.num_sms, Config::kThreads, Config::kSharedBytes, stream, p,
              Config::kMaps ? decode_maps(p) : DecodeMaps{});
     };
-    const TileInfo tiles{kDecodeRows, Config::kBlockN, Config::kSharedBytes};
+    const TileInfo tiles{Config::kRows, Config::kBlockN, Config::kSharedBytes};
     add_kernel<DecodeKernel<T>>({Arch::sm90, {kHeadDim, kHeadDim}, tiles}, {run, Config::kBlocks});
   });
 }

@@ -18,7 +18,8 @@ from torch import Tensor
 from flash_attn_dualkv.decode import library as decode_library
 from flash_attn_dualkv.decode.calls import Limits, Step
 
-ROWS = 64  # of an item
+# Rows and keys of a tile of the sm90 kernels, by head dim.
+TILES = {64: (64, 128), 128: (64, 80), 256: (128, 80)}
 GUARD = 4096  # bytes behind a plan's memory
 PADDING = -1  # the request of a row that is in none
 MAX_KEYS = 1 << 16  # of a request
@@ -60,6 +61,7 @@ class Lists(NamedTuple):
     alone: list[Item]
     queries: list[int]
     splits: list[int]  # how many states of each row of q are to be combined
+    block_m: int
     block_n: int
 
 
@@ -165,13 +167,13 @@ class Plan:
 
     def read(self, q_rows: int) -> Lists:
         assert (self.memory[self.size :].cpu() == 0xA5).all()
-        return read_lists(self.memory[: self.size], self.limits, q_rows, 128 if self.limits.head_dim == 64 else 80)
+        return read_lists(self.memory[: self.size], self.limits, q_rows, TILES[self.limits.head_dim])
 
 
-def read_lists(memory: Tensor, limits: Limits, q_rows: int, block_n: int) -> Lists:
-    """What the memory of a plan has for kernels with such tiles."""
+def read_lists(memory: Tensor, limits: Limits, q_rows: int, tile: tuple[int, int]) -> Lists:
+    """What the memory of a plan has for kernels with such tiles, of rows and keys."""
     layout, asked = (ctypes.c_int64 * 7)(), PlanStruct(*(0,) * 10, *limits, 0)
-    load_shim("decode").read_decode_layout(ctypes.byref(asked), block_n, layout)
+    load_shim("decode").read_decode_layout(ctypes.byref(asked), *tile, layout)
     *offsets, shared_capacity, alone_capacity = layout
     content = memory.cpu().numpy()
     shared, alone, counts, queries, splits = (content[offset:] for offset in offsets)
@@ -182,7 +184,7 @@ def read_lists(memory: Tensor, limits: Limits, q_rows: int, block_n: int) -> Lis
         for one, size in zip((shared, alone), sizes, strict=True)
     ]
     numbers = [one[: 4 * q_rows].view(np.int32).tolist() for one in (queries, splits)]
-    return Lists(*lists, numbers[0], numbers[1] if limits.split_keys else [], block_n)
+    return Lists(*lists, numbers[0], numbers[1] if limits.split_keys else [], *tile)
 
 
 Tile = tuple[int, int]  # position of the first key, and number of keys
@@ -260,7 +262,7 @@ class Walks:
         chains: list[defaultdict[int, list[Part]]] = [defaultdict(list) for _ in range(rows)]  # by split
         states: list[set[int]] = [set() for _ in range(rows)]  # that are left of each row
         for item in items:
-            assert 0 < item.rows <= ROWS and item.row >= 0 and item.row + item.rows <= rows
+            assert 0 < item.rows <= lists.block_m and item.row >= 0 and item.row + item.rows <= rows
             assert item.folded == 0 and item.folds != 1
             assert item.folds == 0 or item.waits == item.signals == -1
             for split, part in steps_of(item, lists.block_n, self.split_tiles):

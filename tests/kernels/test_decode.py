@@ -40,6 +40,7 @@ CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
     (128, 16, "HND", 20, torch.bfloat16, {"scale": 0.5}),
     (256, 16, "NHD", 2, torch.float16, {"softcap": 20.0, "sinks": True}),
     (256, 32, "HND", 1, torch.bfloat16, {}),
+    (256, 16, "HND", 20, torch.bfloat16, {}),
 ]
 
 
@@ -63,13 +64,14 @@ TILE = 128  # keys of the widest tile of any kernel
 class Tiles(NamedTuple):
     """Of a kernel."""
 
+    rows: int
     keys: int
     blocks: int  # on a multiprocessor
 
 
 TILES = {
-    "sm80": {64: Tiles(128, 2), 128: Tiles(64, 3), 256: Tiles(64, 1)},
-    "sm90": {64: Tiles(128, 2), 128: Tiles(80, 2), 256: Tiles(80, 1)},
+    "sm80": {64: Tiles(64, 128, 2), 128: Tiles(64, 64, 3), 256: Tiles(64, 64, 1)},
+    "sm90": {64: Tiles(64, 128, 2), 128: Tiles(64, 80, 2), 256: Tiles(128, 80, 1)},
 }
 
 
@@ -200,7 +202,7 @@ def split_plan(step: Forest, cuts: Tensor, family: str) -> tuple[SharedPrefixPla
     """A plan of divided walks with its items."""
     plan = step.plan("split", boundaries=cuts)
     assert plan._memory is not None
-    lists = read_lists(plan._memory, plan.limits, len(step.q), TILES[family][plan.limits.head_dim].keys)
+    lists = read_lists(plan._memory, plan.limits, len(step.q), TILES[family][plan.limits.head_dim][:2])
     return plan, lists.shared
 
 
@@ -225,7 +227,7 @@ def beside_others(step: Forest, cuts: Tensor, family: str) -> tuple[Forest, Tens
     keys = max(step.seqlens)
     work = -(-tiles.blocks * multiprocessors() // kv_heads) * (keys // tiles.keys + 2)
     rows = min(keys, TILE)
-    others = work // (-(-rows * heads // kv_heads // 64) * -(-rows // tiles.keys)) + 1
+    others = work // (-(-rows * heads // kv_heads // tiles.rows) * -(-rows // tiles.keys)) + 1
     q = torch.randn(others * rows, *step.q.shape[1:], generator=torch.Generator().manual_seed(5)).to(step.q)
     table = torch.cat([step.block_table, step.block_table[[step.seqlens.index(keys)]].expand(others, -1)])
     seqlens, queries = ([*one, *[rows] * others] for one in (step.seqlens, step.queries))

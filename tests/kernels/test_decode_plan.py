@@ -10,6 +10,7 @@ import pytest
 import torch
 from decode_plans import (
     BRANCH,
+    TILES,
     Cache,
     DecodeStep,
     Item,
@@ -28,14 +29,14 @@ from node_tables import HOSTILE_VALUES
 
 pytestmark = GPU_MARKS
 COLUMNS = {16: 60, 48: 24, 256: 7}  # of pages
-SIZES = [(page_size, head_dim) for page_size in COLUMNS for head_dim in (64, 128)]
+SIZES = [*((page_size, head_dim) for page_size in COLUMNS for head_dim in (64, 128)), (16, 256)]
 sizes = pytest.mark.parametrize(("page_size", "head_dim"), SIZES)
 splits = pytest.mark.parametrize("split", [0, 2], ids="split{}".format)
 
 
 def split_keys(split: int, head_dim: int) -> int:
     """Of so many tiles."""
-    return split * (80 if head_dim == 128 else 128)
+    return split * TILES[head_dim][1]
 
 
 @sizes
@@ -51,7 +52,7 @@ def test_random_forests(page_size: int, head_dim: int, split: int, heads: tuple[
     if heads[1] == 64:
         split = min(split, 1)
     for _ in range(6):
-        requests, cache = random_tree(rng, page_size, 80 if head_dim == 128 else 128, columns)
+        requests, cache = random_tree(rng, page_size, TILES[head_dim][1], columns)
         spare = int(rng.integers(0, 3))
         limits = limits_for(requests, heads, head_dim, spare, split_keys(split, head_dim))
         plan = Plan(limits._replace(max_keys=columns * page_size), columns)
@@ -210,7 +211,7 @@ def check_hostile(plan: Plan, step: DecodeStep, lists: Lists, heads: int) -> Non
         done: dict[int, int] = {}
         for item in items:
             assert 0 <= item.request < requests and item.waits < plan.limits.max_requests
-            assert 0 < item.rows <= 64 and item.row >= 0 and item.row + item.rows <= rows
+            assert 0 < item.rows <= lists.block_m and item.row >= 0 and item.row + item.rows <= rows
             for _, part in steps_of(item, lists.block_n, plan.limits.split_keys // lists.block_n):
                 assert 0 <= part.first <= part.end and 0 <= part.cut <= part.keys <= columns * plan.limits.page_size
                 assert (part.end - 1) * lists.block_n < part.cut
@@ -282,7 +283,7 @@ def test_no_requests() -> None:
     requests = Requests([[0]], [16], 16, 4)
     plan = Plan(limits_for(requests, (4, 1), 64), 1)
     step = DecodeStep(torch.zeros(0, 1, dtype=torch.int32, device=DEVICE), ints([]), 0)
-    assert plan.update(step) == Lists([], [], [], [], 128)
+    assert plan.update(step) == Lists([], [], [], [], *TILES[64])
 
 
 def test_sizes_that_are_refused() -> None:
