@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import bench_decode
-import bench_plan
 import pytest
 
 
@@ -25,17 +24,3 @@ def test_forests(name: str) -> None:
     assert all(
         found == shared.get(page, found) and (len(found) == 1 or page in shared) for page, found in owners.items()
     )
-
-
-@pytest.mark.parametrize("name", ["16x16", "ragged-4x4x8K", "16x16x8K-q"])
-def test_no_shape(name: str) -> None:
-    with pytest.raises(ValueError, match="^shape: expected a name such as"):
-        bench_decode.make_step(name)
-
-
-def test_keys_of_plans() -> None:
-    """A table has room for the longest request, in whole pages."""
-    assert bench_plan.keys_of("1024K") == 1 << 20
-    for wrong in ("8K", "x", "100001"):
-        with pytest.raises(ValueError, match=wrong):
-            bench_plan.keys_of(wrong)

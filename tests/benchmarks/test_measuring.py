@@ -16,10 +16,8 @@ import bench_layer
 import bench_model
 import bench_stream
 import command
-import compare_builds
 import gate
 import measure
-import pandas as pd
 import peers
 import pytest
 import report
@@ -46,24 +44,6 @@ def brief(benchmark: command.Benchmark) -> command.Benchmark:
 
 
 OURS = peers.ours(None)
-
-
-@pytest.mark.parametrize(("ms", "expected"), [(5.0, [1, 29 + 10]), (25.0, [1, 5 + 3]), (400.0, [1, 1])])
-def test_what_is_timed_is_warm(ms: float, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """150 ms of the same come first, then 60 ms, at least once and at most ten times."""
-    asked = []
-
-    def laps(config: measure.Config, steps: Any, rounds: int) -> list[list[float]]:
-        asked.append(rounds)
-        return [[ms] * rounds]
-
-    real = measure.laps
-    monkeypatch.setattr(measure, "laps", laps)
-    (times,) = measure.laps_under_load(measure.Config(CPU), (lambda: None,))
-    assert asked == expected and len(times) == {5.0: 10, 25.0: 3, 400.0: 1}[ms]
-    calls: list[str] = []
-    found = real(measure.Config(CPU), (lambda: calls.append("a"), lambda: calls.append("b")), 3)
-    assert calls == ["a", "b"] * 3 and [len(one) for one in found] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -94,19 +74,6 @@ def test_a_failure_is_a_row(error: Any, fact: dict[str, Any]) -> None:
     rows = measured([OURS, Implementation("broken", arrange)])
     assert all(row["ms"] > 0 and not row["rel_diff"] and not row["gradient_rel_diff"] for row in rows[:2])
     assert all(row["ms"] is row["tflops"] is None and fact.items() <= row.items() for row in rows[2:])
-
-
-def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch, packages: None) -> None:
-    """The sum of the medians."""
-    config = measure.Config(CPU)
-    shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("fa4")[2]
-    run, count = measure.ShapeRun(shape, [impl], config, measure.Matmul(config)), len(shape.micro_batches())
-    laps = iter([[1.0, 2.0, 9.0], [10.0], [3.0, 3.0], [30.0]] * 10)
-    monkeypatch.setattr(measure, "laps_under_load", lambda *_: [next(laps)])
-    run.timed_pass(impl)
-    assert impl.name == "fa4_flattened" and count > 1
-    assert run.times[impl.name, "forward"] == [sum((2.0, 3.0)[index % 2] for index in range(count))]
-    assert run.times[impl.name, "backward"] == [sum((10.0, 30.0)[index % 2] for index in range(count))]
 
 
 # --- the commands ---------------------------------------------------------------------------------------------------
@@ -173,23 +140,6 @@ def test_commit_and_dirtiness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert command.tree_state(None) == (head, True)
     monkeypatch.setattr(command, "ROOT", tmp_path / "benchmarks")  # a copy inside another repository
     assert command.tree_state(None) == ("unknown", True)
-
-
-def test_builds_are_compared(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The same package twice: a row of four times and ratios for each shape; and what a slower build looks like."""
-    names = ["2-groups-of-3x70x1-90-H4-Hk1-d16", "tree-tiny-H4-Hk2-d16"]
-    roots = [str(command.ROOT)] * 2
-
-    def run_here(arguments: list[str], env: dict[str, str], check: bool) -> None:
-        assert arguments[1] == bench_kernel.__file__ and env["PYTHONPATH"].split(":")[0] == roots[0] and check
-        assert brief(bench_kernel.BENCHMARK).main(arguments[2:]) == 0
-
-    monkeypatch.setattr(compare_builds, "subprocess", SimpleNamespace(run=run_here))
-    compare_builds.main([*roots, "--processes", "1", "--device", "cpu", "--shape", *names])
-    lines = [line.replace("*", "").split() for line in capfd.readouterr().out.splitlines()[-2:]]
-    assert [line[0] for line in lines] == names and all(len(line) == 13 for line in lines)
-    old = pd.DataFrame({"forward": [1.0], "backward": 1.0, "both": 2.0, "deterministic": 1.0}, index=["shape"])
-    assert [cell[-7:] for cell in compare_builds.table(old, 1.02 * old).loc["shape"]] == [" 1.020*"] * 3 + [" 1.020 "]
 
 
 def test_the_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

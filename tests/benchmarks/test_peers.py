@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import bench_layer
-import bench_stream
 import packing
 import peers
 import pytest
@@ -17,7 +16,6 @@ import torch
 from bench_cases import CPU, SMALL, TREES, dense_attention, dense_mask, outcome
 from bench_cases import packages as packages
 from bench_cases import several_micro_batches as several_micro_batches
-from peers import Implementation
 from shapes import Shape
 
 LAYERS = [replace(one, heads=4, kv_heads=2, head_dim=16, model=shapes.ALL_MODELS["tiny"]) for one in (*SMALL, TREES[2])]
@@ -91,23 +89,6 @@ def test_what_peers_refuse() -> None:
     assert not fa2.refuses(shapes.parse("28x16Kx2K")) and "fewer elements" in fa2.refuses(shapes.parse("32x16Kx2K"))
     with pytest.raises(ValueError, match="expected qk_norm"):
         bench_layer.make_layer_source(shapes.parse("llama3-8b-1x5x7"), torch.float32, CPU)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["fa4"], ["flex_fa4", "flex_fa4_static"]),
-        (["=flex_fa4", "packed"], ["flex_fa4", "flex_packed"]),
-        ([], ["flex_fa4", "flex_packed"]),
-    ],
-)
-def test_names_of_implementations(words: list[str], expected: list[str]) -> None:
-    """A word is a part of a name, with = in front it is all of it; this library is always measured."""
-    names = ("dualkv_sm90", "flex_fa4", "flex_fa4_static", "flex_packed")
-    every = [Implementation(name, peers.arrange_ours, is_deterministic=name.endswith("static")) for name in names]
-    benchmark = replace(bench_stream.BENCHMARK, implementations=lambda kernels: every)
-    options = benchmark.options(["--device", "cpu", *(["--impls", *words] if words else [])])
-    assert [one.name for one in options.implementations] == ["dualkv_sm90", *expected]
 
 
 class FusedNorm(torch.autograd.Function):

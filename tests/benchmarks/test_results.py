@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import bench_kernel
-import command
 import measure
 import pytest
 import report
@@ -108,19 +107,6 @@ def test_ratios_are_of_one_process(tmp_path: Path) -> None:
     write(tmp_path, newer=kernel_result(date="2026-11-22T08:00:00+00:00"))
     with pytest.raises(report.ResultError, match="newer files have all that is in new, old, which can go"):
         report.page(report.load(sorted(machine.glob("*.json"))), machine)
-
-
-def test_kernels_are_told_apart_by_their_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    (tmp_path / "csrc" / "core").mkdir(parents=True)
-    source = tmp_path / "csrc" / "core" / "plan.h"
-    digests = []
-    for text in ("int a;\nint b;", "int a;  // why\n/* and\n   how */ int b;\n", "int a;\nint c;"):
-        source.write_text(text)
-        digests.append(command.kernels_digest())
-    source.rename(source.with_name("table.h"))
-    digests.append(command.kernels_digest())
-    assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
 def test_committed_results_and_their_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,22 +36,6 @@ def _run_rank(rank: int, arguments: list[str], results: Any) -> None:
         results[rank] = bench_megatron.measure(options, torch.device("cpu"))
 
 
-def test_a_head_without_a_layer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights would be others than those of the replicated run."""
-    with pytest.raises(SystemExit):
-        bench_megatron.parsed(["--layout", "Ett|t|t|L"])
-    assert "--layout: expected a layer beside the head" in capsys.readouterr().err
-
-
-def test_virtual_stages() -> None:
-    """Micro-batches are a multiple of the stages, which may have unequal numbers of layers, or none."""
-    more = ["--model", "tiny-4-layers", "--pipeline", "2", "--vpp", "2", "--layout", "Ett||t|tL"]
-    for rows in run_ranks(_run_rank, 2, [*TINY, *more]).values():
-        of = {row["who"]: row for row in rows}
-        assert (of["shared"]["micro_batches"], of["replicated"]["micro_batches"]) == (2, 4)
-        assert of["shared"]["log_prob_mean_difference"] < 1e-5
-
-
 def test_delta_nets() -> None:
     """Those of the replicated run take the sequences of a row; on one rank."""
     options = bench_megatron.parsed([*TINY, "--model", "tiny-delta-nets"])

@@ -36,12 +36,3 @@ def test_tiny_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["largest_difference"] <= 1e-5 and row["same_choices"] == 1.0
         assert row["time_ratio"] == row["hf_seconds"] / row["dualkv_seconds"]
     assert 3 < own["token_ratio"] < 4 < first["token_ratio"]
-
-
-def test_counting_needs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(bench_scoring, "make_model")
-    words = ["--count", "--tasks", "tiny", "--out", str(tmp_path)]
-    assert bench_scoring.main(words) == 0
-    (row,) = json.loads((tmp_path / "tokens.json").read_text())["rows"]
-    requests = bench_scoring.TASKS["tiny"].requests(bench_scoring.ALL_MODELS["qwen3-1.7b"].vocab)
-    assert row["tokens_hf"] == sum(len(context) + len(answer) - 1 for _, context, answer in requests)

@@ -11,7 +11,6 @@ import sys
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bench_vllm
@@ -19,10 +18,7 @@ import check_vllm
 import mismatch_vllm
 import pytest
 import replicas
-import torch
 import vllm_rig
-
-from flash_attn_dualkv.model_shape import ModelShape
 
 
 def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,63 +90,6 @@ def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_engines_on_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runners are compared each with itself, and engines that share a GPU are told how much of it they may take."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    result = {"found": {"together": SAMPLED, "behind sleep at level 1": SAMPLED}, "about": {"steps": {"decode": 1}}}
-    engines = Engines(result, '"runner": "2"')
-    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
-    assert not check_vllm.check_features(["sleep", "Qwen2.5"], 1.0, ["1", "2"], engines_per_gpu=4)
-    text = capsys.readouterr().out
-    assert text.count("behind sleep at level 1: 2 of 2 tokens") == 6 and text.count("nothing to compare with") == 2
-    settings = json.loads(engines.commands[0][-1])
-    assert settings["options"] == {
-        "enable_sleep_mode": True, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30,
-    }  # fmt: skip
-
-
-class GemmaRMSNorm(torch.nn.Module):
-    """Stands for vLLM's, which adds 1 to its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(8))
-
-
-def test_weights_of_states() -> None:
-    """States of linear layers keep tokens for a while: neither all of them nor, with a decay above 1, ever more."""
-    model = torch.nn.ModuleDict({"gdn": torch.nn.Module(), "mamba": torch.nn.Module(), "norm": GemmaRMSNorm()})
-    model["gdn"].A_log = torch.nn.Parameter(torch.zeros(32))
-    model["gdn"].dt_bias = torch.nn.Parameter(torch.zeros(32))
-    model["gdn"].conv1d = torch.nn.Conv1d(8, 8, 4, groups=8, bias=False)
-    model["mamba"].A = torch.nn.Parameter(torch.zeros(32))
-    vllm_rig.set_weights(model)
-    for rates in (-model["gdn"].A_log.detach().exp(), model["mamba"].A.detach()):
-        kept = torch.exp(rates * 0.7)  # 0.7 is softplus of 0
-        assert 0.7 < float(kept.min()) < 0.9 and 0.99 < float(kept.max()) < 1
-    assert 0.3 < float(model["gdn"].conv1d.weight.detach().std()) < 0.7
-    assert (
-        0 < float(model["gdn"].dt_bias.detach().abs().max()) < 1
-        and float(model["norm"].weight.detach().abs().max()) <= 0.5
-    )
-
-
-def test_description_of_a_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are those of the first builder of attention, which may follow builders of states."""
-
-    class AttentionSpec:
-        pass
-
-    counted = SimpleNamespace(steps={"decode": 3}, stock={"prompts alone": 1})
-    attention = SimpleNamespace(kv_cache_spec=AttentionSpec(), _sharing=SimpleNamespace(statistics=counted))
-    states = SimpleNamespace(kv_cache_spec=object())
-    groups = [[SimpleNamespace(metadata_builders=[builder])] for builder in (states, attention)]
-    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_groups=groups))
-    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", SimpleNamespace(AttentionSpec=AttentionSpec))
-    found = vllm_rig.describe_worker(worker)
-    assert found["steps"] == {"decode": 3} and found["stock_steps"] == {"prompts alone": 1}
-
-
 def test_differences() -> None:
     """Differences count up to the first token that one of all has sampled otherwise; without any, nothing fits."""
     one = [[1, 2, 3], [4, 5, 6]], [[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]]
@@ -175,18 +114,6 @@ def test_lists_of_replicas(router: str) -> None:
     assert copies == 64 if router == "verl" else copies <= 40
     with pytest.raises(ValueError, match="at most 2048 requests, got 4096"):
         replicas.lists_of("verl", 256, 16, 8192, 512, 8)
-
-
-def test_modelled_seconds() -> None:
-    """Keys of a prompt are read for each request, or as long as one of its own runs; weights in every step."""
-    shape, requests = ModelShape(4, 64, 128, 8, 2, 16), [(0, 10), (0, 30), (1, 20)]
-    apart, shared = (replicas.model_seconds(requests, 1000, shape, 4, is_shared) for is_shared in (False, True))
-    row = 2 * 2 * 2 * 16 * 4 / replicas.COPY_RATE  # K and V in bf16
-    assert apart - shared == pytest.approx(10 * 1000 * row)
-    prefill = 4 * shape.token_flops(2000, "forward") / replicas.MATRIX_RATE
-    own = 55 + 465 + 210
-    weights = 30 * 4 * 2 * shape.layer_weights / replicas.COPY_RATE
-    assert shared == pytest.approx(prefill + weights + (50 * 1000 + own) * row)
 
 
 def test_replicas_of_an_engine(
