@@ -26,7 +26,7 @@ from .batch import PackedBatch, pack
 from .given import GroupIds, TokenIds, fetch, groups_of, sequences_of, token_lists
 from .images import ImageValues
 from .plan import MIN_SHARED, checked_tree, plan
-from .prefix_tree import SHIFTS, Boundary, PrefixTree
+from .prefix_tree import SHIFTS, Boundary, PrefixTree, checked_boundary
 from .samples import Beside, GroupValues, RowValues, Samples, read_jagged, read_padded, read_prompts, read_sequences
 
 _BY_BUDGET = "None: split_by_token_budget divides groups by the tokens of a micro-batch"
@@ -231,7 +231,7 @@ def pack_prefix_tree(
     checks.instance("tree", tree, PrefixTree)
     if total != len(tree.sequence_lens):
         raise SharedPromptError("tree", f"that of these {total} sequences", f"one of {len(tree.sequence_lens)}")
-    if boundary not in (None, tree.boundary):
+    if boundary is not None and checked_boundary(boundary) != tree.boundary:
         raise SharedPromptError("boundary", f"None or {tree.boundary!r}, that of the tree", checks.describe(boundary))
     part = tree.take(range(total) if chosen is None else chosen)
     return pack(samples, checked_tree(part, samples), pad_to_multiple_of, device)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from legal_calls import grouped, plain_arguments, shared_arguments, tree_arguments
 from tiny_models import dualkv, tiny_model
 from transformers import AutoModelForSequenceClassification
 
@@ -45,58 +46,30 @@ def ragged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.tensor(one) for one in ([5, 6, 1], [5, 6])], layout=torch.jagged)
 
 
-# Every public function with arguments that it takes; what a call gives does not matter here.
+# Every public function with arguments that it takes, beside those that have a default; what a call
+# gives does not matter here.
 LENS = dict(prompt_lens=[3, 3, 1], response_lens=[2, 1, 3])
-CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+OF_GROUPS = dict(group_ids=[0, 0, 1], group_values={"uid": ["a", "a", "b"]})
+OPTIONS = dict(window_size=(3, 0), softcap=2.0, sinks=torch.zeros(4), return_lse=True)
+GIVEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "flash_attn_dualkv_varlen_func": (
-        api.flash_attn_dualkv_varlen_func,
-        dict(
-            q=rows(7), k_context=rows(4), v_context=rows(4), k_decoded=rows(3), v_decoded=rows(3),
-            cu_seqlens_q=offsets(4, 3), cu_seqlens_k_decoded=offsets(0, 3), max_seqlen_q=4, context_seqlen=4,
-            max_seqlen_k_decoded=3, softmax_scale=1.0, causal=True, cu_seqlens_context=offsets(4),
-            cu_seqs_per_context=offsets(2), window_size=(3, 0), softcap=2.0, sinks=torch.zeros(2), deterministic=False,
-            return_lse=True,
-        ),
+        api.flash_attn_dualkv_varlen_func, shared_arguments() | grouped()({}) | dict(OPTIONS, causal=True),
     ),
-    "flash_attn_varlen_func": (
-        api.flash_attn_varlen_func,
-        dict(
-            q=rows(7), k=rows(7), v=rows(7), cu_seqlens_q=offsets(4, 3), cu_seqlens_k=offsets(4, 3), max_seqlen_q=4,
-            max_seqlen_k=4, dropout_p=0.0, softmax_scale=1.0, causal=True, window_size=(-1, -1), softcap=0.0,
-            alibi_slopes=None, deterministic=False, return_attn_probs=True, block_table=None,
-        ),
-    ),
-    "flash_attn_tree_varlen_func": (
-        api.flash_attn_tree_varlen_func,
-        dict(
-            q=rows(7), k=rows(7), v=rows(7), cu_seqlens=offsets(4, 3), parents=torch.tensor([-1, 0]).int(),
-            softmax_scale=1.0, window_size=(3, 0), softcap=2.0, sinks=torch.zeros(2), deterministic=False,
-            return_lse=True, mean_keys=3,
-        ),
-    ),
+    "flash_attn_varlen_func": (api.flash_attn_varlen_func, plain_arguments() | dict(return_attn_probs=True)),
+    "flash_attn_tree_varlen_func": (api.flash_attn_tree_varlen_func, tree_arguments() | OPTIONS | dict(mean_keys=3)),
     "shared_prompt_attention": (
-        api.shared_prompt_attention,
-        dict(
-            q=rows(TOKENS), k=rows(TOKENS), v=rows(TOKENS), layout=BATCH.layout, position_ids=BATCH.position_ids,
-            softmax_scale=1.0, sliding_window=3, softcap=2.0, sinks=torch.zeros(2), backend="auto", deterministic=False,
-        ),
+        api.shared_prompt_attention, dict(q=rows(TOKENS), k=rows(TOKENS), v=rows(TOKENS), layout=BATCH.layout),
     ),
     "pack_shared_prompts": (
         api.pack_shared_prompts,
         dict(
-            prompts=PROMPTS, responses=RESPONSES, group_ids=[0, 0, 1], boundary="gather",
-            pad_token_id=99, pad_to_multiple_of=4, device="cpu",
+            OF_GROUPS, prompts=PROMPTS, responses=RESPONSES, pad_token_id=99, images=IMAGES,
             row_values={"height": [torch.arange(len(p) + len(r)) for p, r in zip(PROMPTS, RESPONSES)]},
-            group_values={"uid": ["a", "a", "b"]}, images=IMAGES,
         ),
     ),
     "pack_prefix_tree": (
         api.pack_prefix_tree,
-        dict(
-            sequences=PROMPTS, loss_mask=[[0, 1, 1], [0, 0, 1], [0]], boundary="gather", min_shared=1,
-            borders=None, group_ids=[0, 0, 1], pad_token_id=99, pad_to_multiple_of=4, device="cpu", tree=None,
-            chosen=None, row_values=None, group_values={"uid": ["a", "a", "b"]},
-        ),
+        dict(OF_GROUPS, sequences=PROMPTS, loss_mask=[[0, 1, 1], [0, 0, 1], [0]], min_shared=1, pad_token_id=99),
     ),
     "pack_prefix_tree of a tree": (
         partial(api.pack_prefix_tree, PROMPTS), dict(tree=TREE, chosen=[2, 0], group_ids=[0, 0, 1]),
@@ -104,20 +77,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "pack_prefix_tree with borders": (
         partial(api.pack_prefix_tree, PROMPTS), dict(boundary="gather", borders=[[1], [1], []], group_ids=[0, 0, 1]),
     ),
-    "group_by_prefix": (
-        api.group_by_prefix,
-        dict(sequences=PROMPTS, boundary="gather", min_shared=1, group_ids=[0, 0, 1]),
-    ),
-    "split_by_token_budget of a tree": (api.split_by_token_budget, dict(groups=TREE, max_tokens=9, dp_group=None)),
-    "plan_parts": (
-        api.plan_parts, dict(tree=TREE, max_tokens=99, kept=0.5, held=False, levels=2, tile=4),
-    ),
-    "balance of a tree": (api.balance, dict(groups=TREE, num_ranks=3, token_cost=0.0, equal_counts=True)),
+    "group_by_prefix": (api.group_by_prefix, dict(sequences=PROMPTS, min_shared=1, group_ids=[0, 0, 1])),
+    "split_by_token_budget of a tree": (api.split_by_token_budget, dict(groups=TREE, max_tokens=9)),
+    "plan_parts": (api.plan_parts, dict(tree=TREE, max_tokens=99)),
+    "balance of a tree": (api.balance, dict(groups=TREE, num_ranks=3, equal_counts=True)),
     "pack_padded": (
         api.pack_padded,
         dict(
-            input_ids=IDS, attention_mask=(IDS > 0).long(), prompt_length=[3, 3, 1], group_ids=[0, 0, 1],
-            row_values={"height": IDS[None]}, group_values={"uid": ["a", "a", "b"]}, images=IMAGES,
+            OF_GROUPS, input_ids=IDS, attention_mask=(IDS > 0).long(), prompt_length=[3, 3, 1], images=IMAGES,
+            row_values={"height": IDS[None]},
         ),
     ),
     "pack_jagged": (
@@ -128,82 +96,56 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         ),
     ),
     "group_by_prompt": (api.group_by_prompt, dict(prompts=PROMPTS, group_ids=[0, 0, 1], images=IMAGES)),
-    "split_by_token_budget": (
-        api.split_by_token_budget, dict(groups=[[0, 1], [2]], **LENS, max_tokens=9, dp_group=None),
-    ),
-    "balance": (api.balance, dict(groups=[[0, 1], [2]], **LENS, num_ranks=3, token_cost=0.0, equal_counts=False)),
-    "unpack_logprobs": (
-        api.unpack_logprobs, dict(values=torch.zeros(6), batch=BATCH, width=5, fill=0.0, per_row=False),
-    ),
-    "unpack_logprobs of a tree": (
-        api.unpack_logprobs, dict(values=torch.zeros(4), batch=TREE_BATCH, width=5, fill=0.0, per_row=False),
-    ),
-    "unpack_to_jagged": (api.unpack_to_jagged, dict(values=torch.zeros(6), batch=BATCH, per_row=False)),
+    "split_by_token_budget": (api.split_by_token_budget, dict(LENS, groups=[[0, 1], [2]], max_tokens=9)),
+    "balance": (api.balance, dict(LENS, groups=[[0, 1], [2]], num_ranks=3)),
+    "unpack_logprobs": (api.unpack_logprobs, dict(values=torch.zeros(6), batch=BATCH)),
+    "unpack_logprobs of a tree": (api.unpack_logprobs, dict(values=torch.zeros(4), batch=TREE_BATCH, per_row=False)),
+    "unpack_to_jagged": (api.unpack_to_jagged, dict(values=torch.zeros(6), batch=BATCH)),
     "SharedPromptLayout.from_tree": (
-        api.SharedPromptLayout.from_tree, dict(node_lens=[3, 0, 4], parents=[-1, 0, 0], pad=2, device="cpu"),
+        api.SharedPromptLayout.from_tree, dict(node_lens=[3, 0, 4], parents=[-1, 0, 0]),
     ),
     "SharedPromptLayout.to": (BATCH.layout.to, dict(device="cpu")),
     "PackedBatch.to": (BATCH.to, dict(device="cpu")),
     "flash_composed_forest_attention_fused": (
         trees.flash_composed_forest_attention_fused,
-        dict(
-            q=rows(7), k=rows(7), v=rows(7), node_start=[3, 0], node_len=[4, 3], node_parent=[1, -1], scale=1.0,
-        ),
+        dict(q=rows(7), k=rows(7), v=rows(7), node_start=[3, 0], node_len=[4, 3], node_parent=[1, -1]),
     ),
     "tree_attention": (
         partial(trees.tree_attention, kv_indices=None, kv_offsets=None, q_indices=None, q_offsets=None),
-        dict(
-            query=torch.randn(1, 2, 3, 8), key=torch.randn(1, 2, 3, 8), value=torch.randn(1, 2, 3, 8),
-            packed_mask=torch.tensor([[[1], [3], [7]]]), sm_scale=1.0,
-        ),
+        dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 3, 8))
+        | dict(packed_mask=torch.tensor([[[1], [3], [7]]])),
     ),
     "prefix_tree": (trees.prefix_tree, dict(node_lengths=[1, 2], sample_paths=[[0, 1]])),
-    "shared_prompt_forward": (
-        dualkv.shared_prompt_forward,
-        dict(
-            model=MODEL, batch=BATCH, layout=None, temperature=1.0, with_entropy=False, self_check=True,
-            drop_unread=True, share_lora_dropout=False,
-        ),
-    ),
+    "shared_prompt_forward": (dualkv.shared_prompt_forward, dict(model=MODEL, batch=BATCH)),
     "shared_prompt_backward": (
-        torch.enable_grad()(
-            lambda model, batch, max_tokens, keep, temperature, with_entropy, group, self_check: (
-                dualkv.shared_prompt_backward(
-                    model, batch, lambda part: part.logps.sum(), max_tokens=max_tokens, keep=keep,
-                    temperature=temperature, with_entropy=with_entropy, group=group, self_check=self_check,
-                )
-            )
-        ),
-        dict(
-            model=MODEL, batch=BATCH, max_tokens=99, keep="auto", temperature=1.0, with_entropy=False, group=None,
-            self_check=True,
-        ),
+        torch.enable_grad()(partial(dualkv.shared_prompt_backward, loss_of=lambda part: part.logps.sum())),
+        dict(model=MODEL, batch=BATCH, max_tokens=99),
     ),
     "shared_prompt_logits": (
-        lambda model, batch, rows, self_check, drop_unread, share_lora_dropout: dualkv.shared_prompt_logits(
-            model, batch, rows, lambda logits, at: (logits.argmax(-1),), self_check=self_check,
-            drop_unread=drop_unread, share_lora_dropout=share_lora_dropout,
-        ),
-        dict(
-            model=MODEL, batch=BATCH, rows=BATCH.token_index, self_check=True, drop_unread=True,
-            share_lora_dropout=False,
-        ),
+        partial(dualkv.shared_prompt_logits, reduce=lambda logits, at: (logits.argmax(-1),)),
+        dict(model=MODEL, batch=BATCH, rows=BATCH.token_index),
     ),
-    "shared_prompt_values": (
-        dualkv.shared_prompt_values,
-        dict(model=CLASSIFIER, batch=TREE_BATCH, rows=None, self_check=True, share_lora_dropout=False),
-    ),
-    "row_inputs": (dualkv.row_inputs, dict(model=MODEL, batch=BATCH, layout=None)),
+    "shared_prompt_values": (dualkv.shared_prompt_values, dict(model=CLASSIFIER, batch=TREE_BATCH)),
+    "row_inputs": (dualkv.row_inputs, dict(model=MODEL, batch=BATCH)),
     "install_layout_hook": (
-        lambda model, self_check, share_lora_dropout: dualkv.install_layout_hook(
-            model, self_check=self_check, share_lora_dropout=share_lora_dropout
-        ).remove(),
+        lambda **given: dualkv.install_layout_hook(**given).remove(),
         dict(model=MODEL, self_check=True, share_lora_dropout=False),
     ),
     "check_supported": (dualkv.check_supported, dict(config=MODEL.config)),
-    "register": (dualkv.register, dict(name="dualkv", fallback="auto", backend="auto")),
-    "wrap": (dualkv.wrap, dict(names=["sdpa"], backend="auto")),
+    "register": (dualkv.register, {}),
+    "wrap": (dualkv.wrap, dict(names=["sdpa"])),
 }  # fmt: skip
+CONSTANT = {"kv_indices", "kv_offsets", "q_indices", "q_offsets", "reduce", "loss_of", "backward", "no_sync"}
+
+
+def with_defaults(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, whatever its signature has besides them."""
+    parameters = inspect.signature(function).parameters
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+    return {**{name: one for name, one in defaults.items() if name not in CONSTANT}, **given}
+
+
+CALLS = {name: (function, with_defaults(function, given)) for name, (function, given) in GIVEN.items()}
 
 
 class Odd:
@@ -277,7 +219,3 @@ def test_every_public_function_is_here() -> None:
     elsewhere = {"expect_shared_prompt", "explain_plan", "append_kv", "flash_attn_with_kvcache", "shared_prefix_decode"}
     elsewhere |= {"register_decode", "unregister_decode"}
     assert functions - elsewhere - {"build_info"} <= set(CALLS)
-    for name, (function, valid) in CALLS.items():
-        if name in functions:
-            optional = {"boundary", "max_responses_per_group", "pad_token_id", "pad_to_multiple_of", "device"}
-            assert set(valid) | optional >= set(inspect.signature(getattr(api, name, function)).parameters) - {"model"}

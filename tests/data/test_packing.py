@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import pickle
 from typing import Any
@@ -199,22 +198,6 @@ def test_writing_to_a_tensor_of_a_batch_does_not_spoil_the_others() -> None:
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------
-
-
-def test_layout_is_integers_and_init_fields_only() -> None:
-    """FSDP rebuilds the dataclasses that it finds among a model's arguments, and casts their floating point tensors."""
-    layout = pack_shared_prompts(PROMPTS, RESPONSES, pad_to_multiple_of=16).layout
-    assert all(field.init for field in dataclasses.fields(layout))
-    for value in vars(layout).values():
-        if isinstance(value, Tensor):
-            assert not value.is_floating_point()
-        elif value is not None:
-            assert all(type(one) in (int, bool) for one in (value if isinstance(value, tuple) else (value,)))
-    replaced = dataclasses.replace(layout)
-    assert replaced is not layout and all(getattr(replaced, name) is value for name, value in vars(layout).items())
-    check_layout(replaced)
-    batch = pack_shared_prompts(PROMPTS, RESPONSES)
-    assert dataclasses.replace(batch, row_labels=batch.labels).layout is batch.layout
 
 
 def test_layout_on_another_device(device: str) -> None:

@@ -9,14 +9,12 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import BOUNDARIES, SEQUENCES, Lists, assert_same_batch, check, forests, rows_of, tensors
 
 from flash_attn_dualkv import (
     PackedBatch,
-    flash_attn_tree_varlen_func,
     group_by_prefix,
     pack_prefix_tree,
     pack_shared_prompts,
@@ -189,31 +187,6 @@ def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None
             if one[:size] != other[:size]:
                 count = shared(one, other, (borders[i], borders[j]), 1 if boundary == "replicate" else 0)
                 assert len({*rows[i]} & {*rows[j]}) == count
-
-
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> None:
-    """Attention with the borders of the whole: what a ratio of exactly 1 needs of it."""
-    draw = random.Random(0)
-    sequences = [[draw.randrange(9) for _ in range(700)]]
-    for number in range(40):  # none of them is the beginning of another
-        stem = draw.choice(sequences)
-        own = [100 + number] + [draw.randrange(9) for _ in range(draw.randrange(500))]
-        sequences.append(stem[: draw.randrange(len(stem))] + own)
-    whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=16, device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    total = whole.layout.num_tokens
-    rows = [torch.randn(total, h, 128, device=device, generator=generator).bfloat16() for h in (8, 2, 2)]
-    expected = flash_attn_tree_varlen_func(*rows, whole.cu_seqlens, whole.parents)
-    of_whole = rows_of(whole)
-    for size in (1, 3, 20):
-        chosen = draw.sample(range(len(sequences)), size)
-        taken, borders = ([one[i] for i in chosen] for one in (sequences, whole.tree.borders))
-        part = pack_prefix_tree(taken, boundary=boundary, borders=borders, device=device)
-        row_of = dict(zip(part.row_index.tolist(), (row for i in chosen for row in of_whole[i])))
-        index = torch.tensor([row_of[row] for row in range(part.layout.num_tokens)], device=device)
-        got = flash_attn_tree_varlen_func(*(one[index] for one in rows), part.cu_seqlens, part.parents)
-        assert got.equal(expected[index])
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
