@@ -10,8 +10,8 @@ import pytest
 import torch
 from forests import Forest, forest, ints
 
-from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
 from flash_attn_dualkv import reference as training
+from flash_attn_dualkv import shared_prefix_decode
 from flash_attn_dualkv.decode import reference
 from flash_attn_dualkv.decode.calls import DecodeCall
 
@@ -101,32 +101,6 @@ def test_bits_do_not_depend_on_the_batch() -> None:
             moved[0, column] = page
         alone = Forest(step.q[request : request + 1], k, v, moved, step.seqlens[request : request + 1], [1])
         assert torch.equal(shared_prefix_decode(alone.q, k, v, alone.plan()), whole[request : request + 1])
-
-
-def test_is_what_training_computes() -> None:
-    """Of the last rows of responses to one prompt, whose pages are shared up to the last full one."""
-    generator = torch.Generator().manual_seed(0)
-    prompt, responses = 37, [9, 30, 1]
-    total = prompt + sum(responses)
-    q, k, v = (torch.randn(total, heads, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
-    trained = flash_attn_dualkv_varlen_func(
-        q, k[:prompt], v[:prompt], k[prompt:], v[prompt:], ints(0, 37, 46, 76, 77), ints(0, 0, 9, 39, 40), 37, 37, 30
-    )
-    k_cache, v_cache = (torch.full((12, 16, 2, 16), torch.nan, dtype=torch.float64) for _ in range(2))
-    table = torch.tensor([[3, 7, 0, 1, 2], [3, 7, 4, 5, 6], [3, 7, 8, 9, 10]], dtype=torch.int32)
-    begin = prompt
-    for row, length in zip(table.tolist(), responses):
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            keys = torch.cat([new[:prompt], new[begin : begin + length]])
-            for column, part in enumerate(keys.split(16)):
-                cache[row[column], : len(part)] = part
-        begin += length
-    ends = [prompt + sum(responses[: index + 1]) - 1 for index in range(3)]
-    plan = SharedPrefixPlan(
-        3, 5, num_pages=12, page_size=16, num_heads=4, num_kv_heads=2, head_dim=16, device="cpu"
-    ).update(table, ints(*(prompt + one for one in responses)), boundaries=ints(*[prompt] * 3))
-    out = shared_prefix_decode(q[ends], k_cache, v_cache, plan)
-    torch.testing.assert_close(out, trained[ends], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch._inductor.config
 from calls import Call, attend_packed, attend_separate, attend_tree, packed, packed_with_sinks, separate, tree
-from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from shared_prompts import GROUPS
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 
-from flash_attn_dualkv import flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
+from flash_attn_dualkv import flash_attn_dualkv_varlen_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -101,37 +99,12 @@ def test_inductor(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     check_compiled(torch.compile(layer, fullgraph=True, options=options), layer, whole)
 
 
-@pytest.mark.parametrize("make", [separate, packed, tree])
-def test_compile_under_autocast(make: Callable[..., Call], device: str) -> None:
-    call = make(device=device, dtype=torch.float32, head_dim=64)
-    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
-    with torch.autocast(device, torch.bfloat16):
-        actual, expected = (one(call.tensors, call.rest) for one in (compiled, call.function))
-    assert actual.dtype == torch.bfloat16
-    assert torch.equal(actual, expected)
-
-
 def test_compile_keeps_value_checks() -> None:
     call = separate()
     compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
     compiled(call.tensors, call.rest)
     with pytest.raises(ValueError, match="^cu_seqlens_q"):
         compiled(call.tensors, call.rest | {"cu_seqlens_q": call.rest["cu_seqlens_q"].flip(0)})
-
-
-@pytest.mark.parametrize("make", [separate, packed, tree])
-def test_compile_keeps_the_deterministic_argument(make: Callable[..., Call]) -> None:
-    call = make()
-    flags: list[Any] = []
-
-    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-        flags.extend(node.args[-1] for node in graph.graph.nodes if node.target is ops.backward)
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
-    compiled = torch.compile(call.function, fullgraph=True, backend=backend)
-    compiled(call.leaves(), call.rest, deterministic=True).sum().backward()
-    assert flags == [True]
 
 
 @pytest.mark.slow

@@ -93,15 +93,6 @@ def test_a_tree_is_read_once_and_forgotten() -> None:
     assert len(trees._forests) == before
 
 
-def test_tables_beside_an_old_one() -> None:
-    """Only the first table stays, and those that were with it are freed: their ids may be those of new ones."""
-    begins, lens = (torch.tensor(values) for values in ([0, 2, 4], [2, 2, 1]))
-    for _ in range(10):
-        for parents in ([-1, 0, 0], [-1, 0, 1], [-1, -1, -1]):
-            got = attend_remembered([begins, lens, torch.tensor(parents)], [])
-            assert got.equal(trees.Forest([0, 2, 4], [2, 2, 1], parents).attend(*inputs(5)))
-
-
 def attend(begins: list[int], lens: list[int], parents: list[int], *, keys: int = 0, values: int = 0) -> Tensor:
     """Four rows, and as many keys and values if no others are given."""
     q, k, v = (inputs(rows)[at] for at, rows in enumerate((4, keys or 4, values or 4)))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, trees
 
 from flash_attn_dualkv import SharedPromptLayout
 from flash_attn_dualkv import nodes as tables
-from flash_attn_dualkv.calls import make_options
 from flash_attn_dualkv.errors import SharedPromptError
-from flash_attn_dualkv.ops import attend
 
 
 @settings(deadline=None, max_examples=60)
@@ -78,20 +75,3 @@ def test_a_layout_of_a_tree() -> None:
 def test_errors_of_layouts_of_trees(arguments: tuple[list[int], list[int]], message: str) -> None:
     with pytest.raises(SharedPromptError, match=message):
         SharedPromptLayout.from_tree(*arguments)
-
-
-def test_split_sequences() -> None:
-    """The attention of whole sequences, wherever they are split, from tables that any call takes."""
-    generator = torch.Generator().manual_seed(1)
-    keys, queries = [9, 5, 0, 7, 1, 12], [9, 1, 0, 4, 1, 2]
-    cuts = torch.tensor([9, 3, 4, 5, 0, 20], dtype=torch.int32)  # among a sequence's queries, before them, after all
-    offsets = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (queries, keys)]
-    q, k, v = (torch.randn((rows, 2, 8), generator=generator) for rows in (sum(queries) + 2, sum(keys), sum(keys)))
-    nodes = tables.split_nodes(*offsets, cuts)
-    table = tables.checked_nodes(nodes, len(q), len(k), None)
-    assert [node.kv_len for node in table[::2]] == [9, 3, 0, 5, 0, 12]
-    assert [node.q_len for node in table[::2]] == [9, 0, 0, 2, 0, 2]
-    options = make_options(head_dim=8, causal=True, mean_keys=1)
-    whole = tables.sequence_nodes(*offsets, None, None, None)
-    got, expected = (attend(q, k, v, given, options)[0] for given in (nodes, whole))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)

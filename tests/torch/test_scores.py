@@ -298,26 +298,6 @@ def test_gradient_hooks_run_once_with_the_whole_gradient(rows, used_elsewhere):
     check(got, expected)
 
 
-@pytest.mark.parametrize("parametrized", [False, True])
-def test_hooks_of_what_the_head_is_made_of(parametrized):
-    """Low-rank factors, and a parametrisation's originals, whose gradients are found through other operations."""
-    head, hidden, targets = problem()
-    factors = [torch.randn(2, 6, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64)]
-    if parametrized:
-        nn.utils.parametrizations.weight_norm(head)
-
-    def outcome(score):
-        module, (a, b) = copy.deepcopy(head), [nn.Parameter(one.clone()) for one in factors]
-        leaves = [*module.parameters(), a, b]
-        hooks = [Hooks(one) for one in leaves]
-        score(lambda h: module(h) + h @ a.T @ b.T)[0].sum().backward()
-        assert all(len(one.halved) == len(one.together) == 1 for one in hooks)
-        return [one.grad for one in leaves]
-
-    got = outcome(lambda function: score_in_chunks(function, hidden, targets, rows=4))
-    check(got, outcome(lambda function: scores_of(function(hidden), targets)))
-
-
 def test_hooks_see_other_gradients_meanwhile():
     """Whatever else asks for the parameter's gradient while a chunk's is computed, in this thread or in another."""
     head, hidden, targets = problem()

@@ -19,7 +19,6 @@ from flash_attn_dualkv import (
     pack_shared_prompts,
     shared_prompt_attention,
 )
-from flash_attn_dualkv.integrations.trees import Forest
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
@@ -111,19 +110,6 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_a_layout_of_another_batch_is_known_by_the_positions(batch: Any) -> None:
-    tensors = rows_of(batch)
-    expected = shared_prompt_attention(*tensors, batch.layout)
-    for own in (batch.position_ids, batch.position_ids[None], batch.position_ids.view(1, -1)):
-        assert torch.equal(shared_prompt_attention(*tensors, batch.layout, position_ids=own), expected)
-    for other in BATCHES:
-        if other is not batch:
-            assert other.layout.num_tokens == batch.layout.num_tokens
-            with pytest.raises(SharedPromptLayoutError, match="^position_ids: expected those of the layout's batch"):
-                shared_prompt_attention(*tensors, other.layout, position_ids=batch.position_ids)
-
-
 def test_positions_that_cannot_be_compared() -> None:
     batch = BATCHES[0]
     tensors = rows_of(batch)
@@ -168,16 +154,3 @@ def test_inconsistent_tables_are_found_in_the_reference() -> None:
     layout.nodes[1, 1] += 10**6
     with pytest.raises(ValueError, match="^cu_seqlens_q"):
         attend(inputs_of(layout), layout)
-
-
-def test_layouts_of_inference_mode_train() -> None:
-    """Autograd saves their tables."""
-    with torch.inference_mode():
-        layout = SharedPromptLayout.from_tree([100, 2, 3], [-1, 0, 0])
-        late = layout.reading(torch.tensor([101, 103]))
-        forest = Forest([0, 3], [3, 2], [-1, 0])
-    assert late is not None and late.query_rows is not None
-    q = torch.randn(105, 2, 8, requires_grad=True)
-    shared_prompt_attention(q, q, q, layout).sum().backward()
-    shared_prompt_attention(q[late.query_rows], q, q, late).sum().backward()
-    forest.attend(q[:5], q[:5], q[:5]).sum().backward()
