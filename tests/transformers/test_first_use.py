@@ -101,30 +101,6 @@ def test_noise_that_configurations_name():
         forward(model, self_check=False)
 
 
-@pytest.mark.parametrize("made_in_inference_mode", [False, True])
-def test_a_module_that_its_first_forward_initialises(made_in_inference_mode):
-    """Neither the flag nor the buffer of the trial stays."""
-    model = tiny_model("llama")
-    with torch.inference_mode(made_in_inference_mode):
-        model.model.norm.register_buffer("scale", torch.ones(()), persistent=False)
-    model.model.norm.is_initialised = False
-    seen = []
-
-    def initialise(module, args, output):
-        seen.append((module.is_initialised, float(module.scale)))
-        if not module.is_initialised:
-            with torch.inference_mode(made_in_inference_mode):
-                module.scale.fill_(0.5)
-            module.is_initialised = True
-        return output
-
-    model.model.norm.register_forward_hook(initialise)
-    with torch.no_grad():
-        forward(model)
-    assert seen == [(False, 1.0)]  # what the trial has appended is gone, too
-    assert model.model.norm.is_initialised and float(model.model.norm.scale) == 0.5
-
-
 # --- modules that look at their row -----------------------------------------------------------------------------------
 
 
@@ -473,17 +449,6 @@ def test_gradients_under_autocast(around, outside, hooked):
     assert caches[0] and caches[-1] and any(caches[1:-1]) == around and len(caches) > 3
     check_gradients(*found, 0.0)
     assert len(found[0]) == len(list(model.parameters()))
-
-
-def test_a_graph_that_waits_for_its_backward():
-    """A forward has saved parameters before the trial gives those that are zero another value for a while."""
-    model = tiny_model("llama")
-    looker = add_looker(model, OfEachToken)
-    loss = model(torch.tensor([[3, 4, 5]])).logits.square().sum()
-    expected = torch.autograd.grad(loss, looker.weight, retain_graph=True)[0]
-    forward(model)
-    loss.backward()
-    assert torch.equal(looker.weight.grad, expected)
 
 
 @pytest.mark.parametrize("wraps", [False, True])

@@ -105,24 +105,6 @@ def test_the_model_is_left_as_it_was(fails):
     assert not model.model._forward_hooks
 
 
-def test_a_forward_that_something_has_wrapped_is_called_as_wrapped():
-    """accelerate puts autocast around a model's forward in this way."""
-    model = tiny_model("llama")
-    stock = model.forward
-    calls = []
-
-    def wrapped(*args, **kwargs):
-        calls.append(1)
-        return stock(*args, **kwargs)
-
-    model.forward = wrapped
-    logps, _ = dualkv.shared_prompt_forward(model, MIXED.pack(), self_check=False)
-    assert len(calls) == 3  # the backbone, a row of the head to see its parameters, and its only chunk
-    logps.sum().backward()
-    assert len(calls) == 4
-    assert model.forward is wrapped
-
-
 @pytest.mark.parametrize(("option", "value", "error"), [
     ("temperature", 0.0, SharedPromptError), ("temperature", float("nan"), SharedPromptError),
     ("temperature", True, TypeError), ("temperature", torch.ones(3), TypeError),

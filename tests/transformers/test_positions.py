@@ -129,14 +129,6 @@ def test_positions_without_the_dimension_of_rows(hooked):
         call(model, batch, position_ids=own[None])
 
 
-def test_the_attention_of_a_model_that_is_changed():
-    model = tiny_model("llama", attention="sdpa")
-    model.set_attn_implementation("dualkv")
-    for one in (model, copy.deepcopy(model)):
-        with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
-            call(one, position_ids=BATCH.position_ids)
-
-
 # --- positions without a layout ---------------------------------------------------------------------------------------
 
 NO_LAYOUT = "shared_prompt_layout: expected batch.layout beside the positions of its packed row"
@@ -433,20 +425,6 @@ def test_the_check_reads_no_values():
 
 
 # --- what else does not reach the attention functions -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("attention", "layers"), [("sdpa", [0]), ("sdpa", [1]), ("eager", [0]), ("eager", [1])])
-def test_layers_that_were_left_on_stock_attention(layers, attention):
-    model = tiny_model("llama")
-    for index in layers:
-        module = model.model.layers[index].self_attn
-        module.config = copy.deepcopy(module.config)
-        module.config._attn_implementation = attention
-    expected = "every layer that gets a layout, got 'sdpa'" if attention == "sdpa" else "model: expected a model that"
-    with pytest.raises(SharedPromptError, match=expected):
-        call(model, position_ids=BATCH.position_ids[None])
-    with pytest.raises(SharedPromptError, match=expected):
-        dualkv.shared_prompt_forward(model, BATCH)
 
 
 def logits_of_last_rows(model, batch):

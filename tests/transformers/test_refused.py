@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import threading
@@ -85,19 +84,6 @@ EQUALLY_LONG = [Samples.random([(3, lengths)]).pack() for lengths in ([5, 3, 1],
 def test_another_forward_than_the_expected_one(given, expected, layers, message):
     with pytest.raises(SharedPromptLayoutError, match=message), dualkv.expect_shared_prompt(expected.layout, layers):
         tiny_model("llama")(**inputs(given))
-
-
-def test_expectations_end_with_their_block():
-    model = tiny_model("llama")
-    with contextlib.suppress(ZeroDivisionError), dualkv.expect_shared_prompt(BATCH.layout, 2):
-        raise ZeroDivisionError  # the error of the block itself is the one that is seen
-    assert guard.current() is None
-    dualkv.install_layout_hook(model)
-    with pytest.raises(SharedPromptError):
-        model(**inputs(MIXED.take([0]).pack(), shared_prompt_layout=BATCH.layout))
-    assert guard.current() is None
-    plain = model(torch.arange(3, 9)[None], use_cache=False)
-    assert plain.logits.shape[1] == 6
 
 
 def test_a_layer_that_runs_twice_counts_once():
@@ -198,15 +184,6 @@ def test_threads_wait_for_each_other():
     for thread in threads:
         thread.join()
     assert not failures
-
-
-def test_the_hook_of_a_copy_looks_at_the_copy():
-    model = tiny_model("gpt2", resid_pdrop=0.1) if VERSION >= (5, 0) else tiny_model("phi3", resid_pdrop=0.1)
-    dualkv.install_layout_hook(model)
-    twin = copy.deepcopy(model).train()
-    with pytest.raises(SharedPromptError, match="0 in training mode, got 0.1"):
-        twin(**inputs())
-    model(**inputs())
 
 
 @pytest.mark.parametrize("layers", [0, -1])

@@ -22,7 +22,6 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from flash_attn_dualkv import SharedPromptError
-from flash_attn_dualkv.integrations.common.buffers import unchanged_buffers
 
 # One prompt, responses of one length: stock has them in one batch without padding.
 SAMPLES = Samples.random([(30, [6, 6, 6])])
@@ -147,23 +146,3 @@ def test_values_run_their_head_once() -> None:
     made = put(classifier, PLACES[1], calls)
     dualkv.shared_prompt_values(classifier, MIXED.pack(), MIXED.pack().token_index)
     assert float(made.state) == 1.5
-
-
-def test_spectral_norm() -> None:
-    """Of PyTorch: its vectors move by the weight alone, once a forward in training mode."""
-    models = [tiny_model("llama", attention=one).train() for one in ("sdpa", "dualkv")]
-    for model in models:
-        torch.manual_seed(1)
-        nn.utils.parametrizations.spectral_norm(model.model.layers[1].mlp.up_proj)
-    expected, (got, _) = stock_logps(models[0]), dualkv.shared_prompt_forward(models[1], SAMPLES.pack())
-    check_equal(got.detach(), expected.detach(), TOLERANCE.value)
-
-
-def test_buffers_are_put_back_and_named() -> None:
-    module = nn.BatchNorm1d(3)
-    before = {name: one.clone() for name, one in module.named_buffers()}
-    with pytest.raises(SharedPromptError, match="'running_mean' of BatchNorm1d"), unchanged_buffers([module], "so"):
-        module(torch.randn(4, 3))
-    assert all(torch.equal(one, before[name]) for name, one in module.named_buffers())
-    with unchanged_buffers([module.eval()], "so"):
-        module(torch.randn(4, 3))

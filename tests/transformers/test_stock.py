@@ -163,16 +163,6 @@ def test_packed_sequences_without_a_layout(name):
     check_equal(got[:, 9:], alone, 1e-6)
 
 
-def test_saved_and_loaded(tmp_path):
-    model = tiny_model("qwen3", dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    assert "dualkv" not in (tmp_path / "config.json").read_text()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dualkv")
-    with torch.no_grad():
-        got, expected = (dualkv.shared_prompt_forward(one.eval(), MIXED.pack())[0] for one in (loaded, model))
-    assert torch.equal(got, expected)
-
-
 # --- wrapped names ----------------------------------------------------------------------------------------------------
 
 
