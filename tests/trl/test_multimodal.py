@@ -58,24 +58,6 @@ def as_trl_gives_them(given: Pictured) -> tuple[tuple[Tensor, Tensor, int], dict
     return (ids, mask, width), {**joined, "num_images": counts, "mm_token_type_ids": marks_of(ids)}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_images_of_prompts_are_shared(attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients, of the tower too, whose attention stays what it is; then text again."""
-    monkeypatch.setattr(tiny_trl, "GRADIENT", 5e-5)
-    stock, ours = both_of("qwen3_vl", tmp_path, attention)
-    call, images = as_trl_gives_them(MIXED)
-    patches: list[int] = []
-    tower = next(one for name, one in ours.model.named_modules() if name.endswith("visual"))
-    tower.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
-    compare(stock, ours, *call, **images)
-    assert patches == [16 + 24 + 8] * 2  # of the two groups with images, once each
-    assert ours._sharing.tally.calls == 2 and not ours._sharing.tally.fallbacks
-    assert ours._sharing.tally.replicated > 1.5 * ours._sharing.tally.tokens
-    assert ours.model.config.vision_config._attn_implementation == attention
-    compare(stock, ours, *batch([(9, [5, 9, 3])]))
-    assert not ours._sharing.tally.fallbacks
-
-
 def test_images_in_responses_are_stock(tmp_path: Path) -> None:
     stock, ours = both_of("qwen3_vl", tmp_path)
     # The same sequences; the second image of a prompt is in its response.

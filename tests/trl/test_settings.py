@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import row_lookers
 import tiny_trl
 import torch
-import transformers
-import trl
-from tiny_trl import StockInGroups, batch, check_runs, lora, model_on_disk, refused, score, shared, train, trainer
+from tiny_trl import StockInGroups, check_runs, model_on_disk, shared, train, trainer
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 GRPO = shared.SharedPromptGRPOTrainer
@@ -79,30 +76,3 @@ def test_small_micro_batches_are_told_before_the_training(
     trainer(cls, model_on_disk(tmp_path), tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=4)
     assert ("per_device_train_batch_size" in caplog.text) == (message is not None)
     assert message is None or message in caplog.text
-
-
-def test_noise_and_adapters_that_look_at_the_row_are_not_shared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """NEFTune, aLoRA and a module that no library knows: the numbers are those of stock forwards."""
-    call = batch([(9, [5, 9, 3])])
-    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
-    transformers.integrations.neftune.activate_neftune(made.model.train(), 5.0)
-    assert refused(made, *call)[0] == "noise"
-    assert "model.embed_tokens (Embedding) draws some" in caplog.text
-    alora = lora(alora_invocation_tokens=[3, 4])
-    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(peft_config=alora))
-    assert refused(made, *call)[0] == "unsupported"
-    assert "alora_invocation_tokens=[3, 4]" in caplog.text
-    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
-    looker = row_lookers.train(row_lookers.add_looker(made.model, row_lookers.LOOKERS["row's mean"]))
-    reason, (logps, _, _) = refused(made, *call)
-    assert reason == "self_check"
-    assert "(WithoutMean)" in caplog.text
-    stock = trainer(trl.GRPOTrainer, model_on_disk(tmp_path), tmp_path)
-    row_lookers.add_looker(stock.model, type(looker)).load_state_dict(looker.state_dict())
-    assert torch.equal(logps, score(stock, *call)[0])
-    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(self_check=False))
-    row_lookers.train(row_lookers.add_looker(made.model, row_lookers.LOOKERS["row's mean"]))
-    score(made, *call)
-    assert not made._sharing.tally.fallbacks

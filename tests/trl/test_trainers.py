@@ -18,7 +18,6 @@ import pytest
 import tiny_trl
 import torch
 import trl
-from hybrid_models import hybrid_model
 from tiny_models import check_equal, check_gradients, gradients, tiny_model
 from tiny_trl import (
     GRADIENT,
@@ -26,8 +25,6 @@ from tiny_trl import (
     StockInGroups,
     batch,
     both,
-    check_parameters,
-    compare,
     lora,
     model_on_disk,
     pair,
@@ -76,19 +73,6 @@ def test_training_with_lora_equals_stock(tmp_path: Path) -> None:
     frozen = [name for name, one in got.before.items() if torch.equal(one, got.after[name])]
     assert not any("lora_B" in name and ".ref." not in name for name in frozen)
     assert any("embed_tokens" in name for name in frozen)
-
-
-def test_the_order_of_micro_batches_does_not_matter_to_an_accumulated_step(tmp_path: Path) -> None:
-    """Against the stock trainer's own shuffle: DAPO's loss sums over the window, however it is divided."""
-    model = model_on_disk(tmp_path)
-    config = dict(loss_type="dapo", gradient_accumulation_steps=4, per_device_train_batch_size=4)
-    stock = train(trainer(trl.GRPOTrainer, model, tmp_path, **config))
-    got = train(trainer(GRPO, model, tmp_path, **config))
-    assert sum(got.metric("fallbacks")) == 0
-    for ours, theirs in zip(got.logs, stock.logs):
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        assert ours["reward"] == theirs["reward"]
-    check_parameters(got, stock)
 
 
 def test_mixture_of_experts_with_its_auxiliary_loss(tmp_path: Path) -> None:
@@ -162,35 +146,6 @@ def test_evaluation_and_generation_are_stock(tmp_path: Path) -> None:
 # --- one forward ------------------------------------------------------------------------------------------------------
 
 
-CASES = {
-    "mixed": (batch([(9, [5, 9, 0]), (2, [1, 7]), (1, [4])], [0, 3, 1, 5, 2, 4]), {}),
-    "chunks": (batch([(9, [5, 9, 3]), (6, [1, 7])]), dict(batch_size=2)),
-    "a prompt that begins another": (batch([(4, [3, 3]), (5, [2, 2])]), {}),
-    "all of them truncated and masked": (batch([(7, [0, 0, 0])], padding=5), {}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_one_forward(case: str, tmp_path: Path) -> None:
-    (ids, mask, width), options = CASES[case]
-    stock, ours = pair(lambda: model_on_disk(tmp_path), tmp_path, dict(min_dedup_ratio=0.1), temperature=0.8)
-    compare(stock, ours, ids, mask, width, **options)
-    assert not ours._sharing.tally.fallbacks
-    assert ours._sharing.tally.calls == 2 * -(-len(ids) // options.get("batch_size", len(ids)))
-
-
-@pytest.mark.parametrize(
-    ("make", "family", "options"),
-    [(tiny_model, "qwen3_moe", dict(router_aux_loss_coef=0.0)), (hybrid_model, "qwen3_5_text", {})],
-)
-def test_model_families(make: Any, family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Experts and states: other families differ in what tests/transformers compare."""
-    stock, ours = pair(lambda: make(family, dtype=torch.float32, attention="sdpa"), tmp_path, **options)
-    compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
-    assert ours._sharing.tally.calls == 2
-    assert not ours._sharing.tally.fallbacks
-
-
 def scored_alike() -> dict[str, Tensor]:
     """Completions of one prompt that begin alike: the packed row has fewer scored rows than they have tokens."""
     draw = torch.Generator().manual_seed(3)
@@ -250,21 +205,6 @@ def test_a_deep_copy_has_its_own_weights() -> None:
         assert torch.equal(twin(**scored_alike(), fused_lm_head=True).log_probs, expected)
     assert torch.equal(model(**scored_alike(), fused_lm_head=True).log_probs, before)
     assert made.tally.calls == 3 and not made.tally.fallbacks
-
-
-def test_rows_that_score_nothing_leave(tmp_path: Path) -> None:
-    """Before layers that own no keys; a line of the log has their number."""
-    stock, ours, keeping = (
-        trainer(cls, tiny_model("gemma4_text", dtype=torch.float64, attention="sdpa"), tmp_path, arguments=arguments)
-        for cls, arguments in ((trl.GRPOTrainer, {}), (GRPO, {}), (GRPO, dict(drop_unread=False)))
-    )
-    call = batch([(90, [5, 9, 3]), (12, [1, 7])])
-    compare(stock, ours, *call)
-    keeping.model.train()
-    score(keeping, *call)
-    for made, unread in ((ours, 2.0 * 89), (keeping, 0.0)):
-        made._log_sharing()
-        assert made._metrics["train"]["shared_prompt/unread_tokens"] == [unread]
 
 
 # --- what is not shared -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import tiny_trl
 import torch
 from hybrid_models import HYBRIDS, KINDS, hybrid_model
 from tiny_models import tiny_model
-from tiny_trl import StockInGroups, batch, both, compare, drawing, model_on_disk, padded, pair, score, shared, trainer
+from tiny_trl import StockInGroups, both, compare, drawing, model_on_disk, padded, pair, shared
 
 from flash_attn_dualkv import group_by_prefix
 
@@ -51,24 +51,6 @@ def test_dialogues(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not ours._sharing.tally.fallbacks
     tree = group_by_prefix([[*p, *c] for p, c in samples], boundary="replicate", min_shared=LEAST)
     assert tokens_run(ours) == 2 * sum(tree.node_lens)  # with gradients, and once more without
-
-
-def test_prompts_alone(tmp_path: Path) -> None:
-    """With nothing to gain behind them, or where that is switched off, the row is the one of prompts."""
-    path = model_on_disk(tmp_path)
-    call = batch([(30, [5, 9, 7]), (20, [4, 8])])
-    whole = int(call[1].sum())
-    prompts = whole - 2 * 30 - 20 + 3 + 2 - 1 - 1  # a copy of the last prompt token before each completion
-    for arguments in ({}, dict(min_shared=LEAST), dict(min_shared=None)):
-        made = trainer(GRPO, path, tmp_path, arguments=arguments)
-        score(made, *call)
-        assert tokens_run(made) == prompts
-    samples = rollouts()
-    rows = sum(len(p) + len(c) for p, c in samples)
-    for arguments in (dict(min_shared=None), dict(min_shared=600)):
-        stock, made = pair(lambda: path, tmp_path, {"min_dedup_ratio": 1.0, **arguments})
-        compare(stock, made, *padded(samples))
-        assert 0.7 * rows < tokens_run(made) / 2 < rows
 
 
 def agent(prompts: list[str], made: Any) -> dict[str, Any]:
