@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Everything that is measured does the same work: attention and a layer."""
+"""All attention that is measured is that of a dense softmax; what peers refuse; memory that is predicted."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import bench_layer
@@ -17,8 +16,6 @@ from bench_cases import CPU, SMALL, TREES, dense_attention, dense_mask, outcome
 from bench_cases import packages as packages
 from bench_cases import several_micro_batches as several_micro_batches
 from shapes import Shape
-
-LAYERS = [replace(one, heads=4, kv_heads=2, head_dim=16, model=shapes.ALL_MODELS["tiny"]) for one in (*SMALL, TREES[2])]
 
 
 @pytest.mark.parametrize(("shape", "calls"), [*((one, 1) for one in (*SMALL, *TREES)), *((one, 2) for one in TREES)])
@@ -42,43 +39,6 @@ def test_attention(shape: Shape, calls: int, packages: None, monkeypatch: pytest
     ways = ("gathered", "flattened") if shape.is_tree else ("replicated",)
     both = {f"{name}{mode}" for name in ("dualkv_reference", "cudnn_flex") for mode in ("", "_deterministic")}
     assert compared == both | {f"fa4_{way}" for way in ways}
-
-
-@pytest.mark.parametrize("shape", LAYERS, ids=lambda shape: shape.name)
-def test_layer(shape: Shape, packages: None) -> None:
-    """Output, gradients of the hidden states and of every parameter, beside attention under the mask of all tokens."""
-    source, dout, all_weights = bench_layer.make_layer_source(shape, torch.float64, CPU)
-    x, weights = packing.leaf(source), {name: packing.leaf(one) for name, one in all_weights.items()}
-    tables = bench_layer.rope_tables(packing.packed_positions(shape), shape.model.head_dim, torch.float64)
-    attention = partial(dense_attention, mask=dense_mask(shape))
-    out = bench_layer.decoder_layer(x, weights, *tables, attention, shape.model)
-    expected = [out.detach() - source, *torch.autograd.grad(out, (x, *weights.values()), dout)]
-    found = [one for one in peers.layer_implementations(None) if not one.refuses(shape)]
-    assert len(found) == 3 + shape.is_tree
-    for impl in found:
-        for value, reference in zip(outcome(impl, shape, bench_layer.prepare_layer), expected, strict=True):
-            assert (value - reference).abs().max() < 1e-9 * reference.abs().max(), impl.name
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "causal-2x100-H4-Hk2-d16-sinks", "causal-3x70-90-H4-Hk2-d8-w30-sinks", "causal-2x64-H4-Hk4-d16-w1",
-        "causal-2x100-H4-Hk2-d16-w40-c5", "causal-2x64-H4-Hk4-d192v128", "3x70x50-H4-Hk2-d16v8-w40-c5-sinks",
-        "3x70x50-H4-Hk2-d16-w60", "2-groups-of-2x40x30-H4-Hk2-d16-w35", "tree-tiny-H4-Hk2-d16-w20",
-    ],
-)  # fmt: skip
-def test_options_mean_the_same_to_peers(name: str, packages: None) -> None:
-    """Windows, softcaps, sinks, which are trained, and widths of V as this library and its peers are told of them."""
-    shape = shapes.parse(name)
-    expected = outcome(peers.ours(None), shape)
-    assert len(expected) == 4 + shape.sinks and (not shape.sinks or expected[-1].count_nonzero() == shape.heads)
-    others = [one for one in peers.peers() if not one.refuses(shape)]
-    has_both = bool(shape.softcap or shape.sinks)
-    assert [one.name for one in others] == ["cudnn_flex"] * (not has_both) + ["fa4_replicated"] * (not shape.is_tree)
-    for impl in others:
-        for value, reference in zip(outcome(impl, shape), expected):
-            torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=impl.name)
 
 
 def test_what_peers_refuse() -> None:
@@ -108,7 +68,7 @@ class FusedNorm(torch.autograd.Function):
 def test_predicted_activations_are_what_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of all distinct storages saved by a forward, without weights, RoPE tables and the layout."""
     monkeypatch.setattr(bench_layer, "rms_norm", lambda x, size, weight, eps: FusedNorm.apply(x, weight, eps))
-    shape = LAYERS[0]
+    shape = replace(SMALL[0], model=shapes.ALL_MODELS["tiny"])
     prepared = bench_layer.prepare_layer(shape, torch.float32, CPU, *peers.arrange_ours(shape, CPU))
     weights = {one.untyped_storage().data_ptr() for one in prepared.leaves[1:]}
     saved: dict[int, int] = {}

@@ -33,7 +33,7 @@ FOREST = ((40, -1), (7, 0), (1, 1), (20, 1), (33, 0), (12, -1), (3, 5), (64, 5),
 TREES = (
     shapes.parse("tree-tiny-H4-Hk2-d16"),
     Shape("tree-chain", ((5, -1), (30, 0), (9, 1), (4, 2)), 4, 1, 16),
-    Shape("tree-forest", FOREST, 4, 2, 16, model=shapes.ALL_MODELS["tiny"]),
+    Shape("tree-forest", FOREST, 4, 2, 16),
 )
 
 
