@@ -123,17 +123,6 @@ def test_equals_stock(padding: str, whole: bool) -> None:
     assert metrics["shared_prompt/fallbacks"] == [0]
 
 
-def test_evaluation_without_entropies() -> None:
-    model = tiny_model("llama", dtype=torch.float32, attention="eager").eval()
-    inputs, batch = batch_of(SAMPLES, "right")
-    trainer = make_trainer(model)
-    with torch.no_grad():
-        logps, entropies = trainer._get_per_token_logps_and_entropies(model, dict(inputs), batch)
-        expected, _ = stock(trainer, model, dict(inputs), batch)
-    assert entropies is None and trainer._metrics["eval"]["shared_prompt/fallbacks"] == [0]
-    assert (logps - expected)[batch.completion_mask].abs().max() <= 5e-6
-
-
 @pytest.mark.parametrize(
     ("reason", "options", "more"),
     [

@@ -142,29 +142,6 @@ def test_experts(tmp_path: Any) -> None:
         _ = output.logits
 
 
-def test_dpo_equals_stock(path: str) -> None:
-    dpo = importlib.import_module("openrlhf.trainer.dpo_trainer").DPOTrainer
-    actor = make_actor(path, packing_samples=True)
-    chosen, rejected = SAMPLES.take([0, 1, 5]), SAMPLES.take([2, 3, 6])
-    assert chosen.prompts[0] == rejected.prompts[0]
-    pairs = [(one["sequences"], one["attention_mask"]) for one in map(batch_of, (chosen, rejected))]
-    trainer = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0), strategy=SimpleNamespace(ring_attn_group=None))
-    for name in ("concatenated_inputs", "_get_batch_logps"):
-        setattr(trainer, name, getattr(dpo, name).__get__(trainer))
-    rows = count_rows(actor)
-    found = []
-    for forward in (Actor.forward, stock_forward):
-        with patch.object(Actor, "forward", forward):
-            lens = [*map(len, chosen.prompts)]
-            ours, theirs, aux_loss, nll = dpo.concatenated_forward(trainer, actor, *pairs[0], *pairs[1], lens)
-        assert aux_loss == []
-        (-torch.nn.functional.logsigmoid(ours - theirs).mean() + 0.1 * nll).backward()
-        found.append((torch.cat([ours, theirs, nll[None]]), gradients(actor)))
-    assert (found[0][0] - found[1][0]).abs().max() <= 5e-5  # sums of up to 30 log-probabilities
-    check_gradients(found[0][1], found[1][1], 5e-6)
-    assert rows[-2] < rows[-1]
-
-
 def test_fallbacks(path: str, caplog: pytest.LogCaptureFixture) -> None:
     actor, batch = make_actor(path), batch_of(SAMPLES)
     alone = batch_of(SAMPLES.take([0, 1]))

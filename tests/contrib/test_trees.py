@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from tree_cases import Forest, check, forests, inputs, mask_of, path_to
+from tree_cases import Forest, check, forests, inputs, mask_of
 
 from flash_attn_dualkv import ops
 from flash_attn_dualkv.contrib import trees
@@ -31,42 +30,6 @@ def test_megatron(tree: Forest, pad: int, scale: float | None) -> None:
     for tables in (tree, [torch.tensor(one) for one in tree]):
         out = trees.flash_composed_forest_attention_fused(*(one[0] for one in tensors), *tables, scale)
         check(out[None], tensors, mask, scale)
-
-
-def bits(mask: Tensor) -> Tensor:
-    """(1, N, words) int64, as AReaL packs what each row sees."""
-    words = -(-mask.shape[1] // 64)
-    padded = torch.nn.functional.pad(mask, (0, 64 * words - mask.shape[1])).view(len(mask), words, 64)
-    return (padded.long() << torch.arange(64)).sum(-1)[None]
-
-
-@HYPOTHESIS
-@given(forests(shuffled=False), st.integers(0, 3), st.sampled_from([1, 40]))
-def test_areal(tree: Forest, pad: int, factor: int) -> None:
-    """Rows behind the nodes see nothing, as in AReaL's empty trees, or themselves, as its padding does."""
-    tree = [factor * one for one in tree[0]], [factor * one for one in tree[1]], tree[2]
-    rows = sum(tree[1]) + pad
-    mask = mask_of(tree, rows)
-    for padded in (mask, mask | torch.eye(rows, dtype=torch.bool)):
-        tensors = inputs(rows)
-        transposed = [one.transpose(1, 2) for one in tensors]
-        out = trees.tree_attention(*transposed, bits(padded), *[torch.zeros(0)] * 4, sm_scale=0.3)
-        check(out.transpose(1, 2), tensors, padded, 0.3)
-
-
-@HYPOTHESIS
-@given(forests(), st.randoms(use_true_random=False))
-def test_automodel(tree: Forest, shuffler: Any) -> None:
-    order = sorted(range(len(tree[0])), key=lambda node: (tree[0][node], tree[1][node]))  # of the packed row
-    place = {node: at for at, node in enumerate(order)}
-    lens = [tree[1][node] for node in order]
-    sample_paths = [[place[one] for one in path_to(node, tree[2])] for node in range(len(order))]
-    shuffler.shuffle(sample_paths)
-    forest, ranges = trees.prefix_tree(lens, sample_paths)
-    ends = [0, *accumulate(lens)]
-    assert ranges == [[[ends[one], ends[one + 1]] for one in path] for path in sample_paths]
-    tensors = inputs(sum(lens))
-    check(forest.attend(*tensors, 0.5), tensors, mask_of(tree, sum(lens)), 0.5)
 
 
 def test_bits_tell_the_mean_of_keys() -> None:
