@@ -339,48 +339,22 @@ def _replayed(chunk: Any, rank: int) -> Any:
 
 
 # Calls of both ranks, and what rank 0 and rank 1 say.
-_BATCH = "batch: expected the same on all ranks that divide its row .*, got other {} on some"
+_BATCH = "batch: expected the same on all ranks that divide its row .*, got other input_ids on some"
 _FAILED = "group: expected ranks that all come to this micro-batch, got an error on rank 1"
 DIFFERENT: dict[str, tuple[Any, str, str]] = {
-    "ids": (
-        lambda chunk, rank: megatron.shared_prompt_forward(
-            chunk, _other_batch(rank, tokens=lambda all: [[*one[:-1], 7] for one in all])
-        ),
-        *[_BATCH.format("input_ids")] * 2,
-    ),
-    "lengths": (
-        lambda chunk, rank: megatron.shared_prompt_forward(
-            chunk, _other_batch(rank, tokens=lambda all: all[1:], masks=lambda all: all[1:])
-        ),
-        *[_BATCH.format("node_lens and node_parents, .*")] * 2,
-    ),
-    "scored tokens": (
-        lambda chunk, rank: megatron.shared_prompt_forward(
-            chunk, _other_batch(rank, masks=lambda all: [[0, *one[:-2], 0] for one in all])
-        ),
-        *[_BATCH.format("response_lens, token_index")] * 2,
-    ),
-    "temperature": (
-        lambda chunk, rank: megatron.shared_prompt_forward(chunk, _other_batch(0), temperature=1.0 + rank),
-        *[_BATCH.format("options")] * 2,
-    ),
-    "values": (
-        lambda chunk, rank: megatron.shared_prompt_values(
-            chunk, _other_batch(rank, tokens=lambda all: [[*one[:-1], 7] for one in all])
-        ),
-        *[_BATCH.format("input_ids")] * 2,
-    ),
-    "a forward of one's own": (
-        lambda chunk, rank: megatron.divided_layout(
-            _other_batch(rank, tokens=lambda all: [[*one[:-1], 7] for one in all]), chunk.pg_collection.cp
-        ),
-        *[_BATCH.format("input_ids")] * 2,
-    ),
-    "no batch": (
-        lambda chunk, rank: megatron.shared_prompt_forward(chunk, "none" if rank else _other_batch(0)),
-        _FAILED,
-        "batch: expected a PackedBatch",
-    ),
+    **{
+        name: (
+            lambda chunk, rank, score=score: score(
+                chunk, _other_batch(rank, tokens=lambda all: [[*one[:-1], 7] for one in all])
+            ),
+            *[_BATCH] * 2,
+        )
+        for name, score in (
+            ("scores", megatron.shared_prompt_forward),
+            ("values", megatron.shared_prompt_values),
+            ("a forward of one's own", lambda chunk, batch: megatron.divided_layout(batch, chunk.pg_collection.cp)),
+        )
+    },
     "no temperature": (
         lambda chunk, rank: megatron.shared_prompt_forward(chunk, _other_batch(0), temperature=1.0 - rank),
         _FAILED,
