@@ -12,8 +12,6 @@ import sysconfig
 from pathlib import Path
 
 import build_plan
-import extension
-import host_kernels
 import pytest
 import pythons
 import toolchain
@@ -282,15 +280,6 @@ def test_head_dims_select_the_instances(tmp_path):
     assert [source.path.name for source in toolchain.kernel_sources(tmp_path, [64])] == slowest_first[1:]
 
 
-def test_the_host_forgets_sources_that_are_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_kernels, "FOLDER", tmp_path)
-    copies = host_kernels.copy_sources()
-    names = {path.name for path in copies.rglob("*.*")}
-    source_tree(tmp_path, ["instances/sm90_forward_d63.cu", "core/old.h"])
-    host_kernels.copy_sources()
-    assert {path.name for path in copies.rglob("*.*")} == names > {"attention.cpp", "nodes.h", "sm90_forward_d64.cu"}
-
-
 def test_an_instance_with_an_unknown_name_is_not_skipped(tmp_path):
     with pytest.raises(BuildError, match="expected a name such as"):
         toolchain.kernel_sources(source_tree(tmp_path, ["instances/sm70_forward_d64.cu"]))
@@ -336,19 +325,6 @@ def test_a_source_is_compiled_again_only_when_something_changed(tmp_path):
     for _ in range(2):
         with pytest.raises(BuildError, match="error"):
             compile_with("-O1", version="2")
-
-
-def test_flags_that_nvcc_takes_from_the_environment_compile_a_kernel_again(tmp_path, monkeypatch):
-    """As tests/helpers/jitter.py builds with them."""
-    root = source_tree(tmp_path, ["instances/sm90_forward_d64.cu"])
-    compiler = fake_nvcc(tmp_path / "cuda/bin/nvcc", "13.0")
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\ntouch "$last" "${last%.o}.d"\n')
-    monkeypatch.setattr(Nvcc, "home", tmp_path / "cuda")
-    for flags in ("", "-DDUALKV_JITTER", ""):
-        monkeypatch.setenv("NVCC_APPEND_FLAGS", flags)
-        ((_, step),) = extension.kernel_steps(root, Nvcc(compiler, (13, 0)), ("90",))
-        assert step.run()
-        assert not step.run()
 
 
 def test_what_a_script_wrote_is_what_it_would_write_now():

@@ -86,10 +86,3 @@ def test_a_missing_package_skips_and_a_word_that_selects_nothing_does_not(trees:
     (tree.root / "tests/test_missing.py").write_text('import pytest\n\npytest.importorskip("no_such_package")\n')
     assert tree.test("tests/test_missing.py", "") == "skipped"
     assert tree.test("tests/package/test_weight.py", "no_such_name") == "broken"
-
-
-def test_a_text_that_does_not_stand_once_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a a")
-    for old in ("a", "b", ""):
-        with pytest.raises(ValueError, match="expected 1"):
-            Mutant("x", "file", "tests", old=old, new="c").apply(tmp_path)

@@ -19,12 +19,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: .ci/run puts its Pyth
 
 import vllm_steps as steps
 from vllm.v1.attention.backends import flash_attn
-from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu import input_batch
 from vllm_steps import DECODING, PREFILL, PROMPT, Calls, Layer, Request, run
 
 from flash_attn_dualkv.decode import attention
-from flash_attn_dualkv.integrations.common.patching import stock_of
 from flash_attn_dualkv.integrations.vllm import backend, prompts
 
 operators: Any = attention.operators
@@ -123,29 +121,6 @@ def test_idle_steps_of_data_parallelism(monkeypatch: pytest.MonkeyPatch) -> None
     engine.step(DECODING[::-1])
     names = inspect.getsource(input_batch.InputBatch.make_dummy)
     assert "idx_mapping_np=" in names, "the second runner's idle steps have indices of requests"
-
-
-def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has pages of each adapter, and graphs with and without one: all read the plan of the newest build."""
-    engine = Engine(monkeypatch, 4, SIZE)
-    first, second = DECODING[0], DECODING[2]
-    other = [Request(one.keys, 1, one.prompt, [30, 31, 32, one.pages[-1] + 20]) for one in (first, second)]
-    for some, size in (([first, second], 4), ([first, *other, second], SIZE), (other, 4), ([*other, first], 4)):
-        engine.step(some, size)
-
-
-def test_sleep_between_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs that were captured before an engine sleeps are right after it, whatever its memory holds then."""
-    monkeypatch.setattr(gpu_worker.Worker, "wake_up", stock_of(gpu_worker.Worker.wake_up))
-    engine = Engine(monkeypatch, SIZE)
-    engine.step(DECODING)
-    sharing = engine.builder._sharing
-    for memory in (sharing._plan._memory, sharing._cuts):
-        if memory is not None:
-            memory.fill_(0x5F)
-    for tags in (["weights"], ["kv_cache"]):
-        gpu_worker.Worker.wake_up(steps.sleeping_worker(monkeypatch, gpu_worker), tags=tags)
-    engine.step(DECODING)
 
 
 def test_connectors(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
