@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import sys
 import warnings
@@ -30,7 +29,7 @@ from calls import (
     packed_with_sinks,
     tree,
 )
-from groups import Batch, Group, cumulative
+from groups import Batch, Group
 from legal_calls import Library
 from torch import Tensor
 
@@ -122,24 +121,6 @@ def test_gradcheck_of_what_no_public_function_offers() -> None:
         return out, lse.nan_to_num(neginf=0.0)
 
     assert torch.autograd.gradcheck(outputs, [one.requires_grad_() for one in inputs])
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (1, 6), (3, 6), (9, 6), (0, 0)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_how_many_keys_the_functions_announce(causal: bool, queries: int, keys: int) -> None:
-    """What a query sees on average if all sequences are as long as the longest, rounded up."""
-    q, k = torch.randn(queries, 2, 8), torch.randn(keys, 2, 8)
-    lengths = (torch.tensor([0, len(one)], dtype=torch.int32) for one in (q, k))
-    with Operators() as operators:
-        flash_attn_varlen_func(q, k, k, *lengths, queries, keys, causal=causal)
-    seen = [min(keys, keys - at) if causal else keys for at in range(min(queries, keys))]
-    announced = operators.of_ours()["forward"][-2]
-    assert announced == (math.ceil(sum(seen) / len(seen)) if seen else 0)
-    if keys == 6:
-        offsets = cumulative([queries]), cumulative([2])
-        with Operators() as operators:
-            flash_attn_dualkv_varlen_func(q, k[:4], k[:4], k[4:], k[4:], *offsets, queries, 4, 2, causal=causal)
-        assert operators.of_ours()["forward"][-2] == announced
 
 
 # Determinism

@@ -298,34 +298,6 @@ def test_gradient_hooks_run_once_with_the_whole_gradient(rows, used_elsewhere):
     check(got, expected)
 
 
-def test_hooks_see_other_gradients_meanwhile():
-    """Whatever else asks for the parameter's gradient while a chunk's is computed, in this thread or in another."""
-    head, hidden, targets = problem()
-    seen = []
-    head.weight.register_hook(lambda one: seen.append(one.clone()))
-
-    def gradient_of(factor):
-        with torch.enable_grad():
-            torch.autograd.grad((factor * head.weight).sum(), head.weight)
-
-    def others(_):
-        gradient_of(2.0)
-        thread = threading.Thread(target=gradient_of, args=(3.0,))
-        thread.start()
-        thread.join()
-
-    def watched(h):
-        logits = head(h)
-        if logits.requires_grad and len(h) > 1:
-            logits.register_hook(others)
-        return logits
-
-    score_in_chunks(watched, hidden, targets, rows=4)[0].sum().backward()
-    *of_others, whole = seen
-    assert [one.unique().tolist() for one in of_others] == [[2.0], [3.0]] * 3
-    torch.testing.assert_close(whole, head.weight.grad)
-
-
 def test_hooks_run_if_a_chunk_has_failed():
     head, hidden, targets = problem()
     hooks = Hooks(head.weight)

@@ -127,15 +127,6 @@ def test_positions_that_cannot_be_compared() -> None:
         shared_prompt_attention(*tensors, batch.layout, position_ids=whole)
 
 
-def test_a_window_of_the_longest_sequence_hides_nothing() -> None:
-    """The longest sequence is no longer than the window, although prompt and response of different groups are."""
-    layout = layout_of([(40, [1]), (2, [30])])
-    assert layout.max_sequence == 41
-    inputs = inputs_of(layout)
-    assert attend(inputs, layout, sliding_window=41).equal(attend(inputs, layout))
-    assert not attend(inputs, layout, sliding_window=40).equal(attend(inputs, layout))
-
-
 def test_backends_of_cpu_tensors() -> None:
     layout = layout_of(GROUPS["one"])
     inputs = inputs_of(layout)

@@ -181,24 +181,6 @@ def rollout_of(allocators: dict[int, Any], requests: int) -> rollout.Rollout:
     return rollout.Rollout(cache, requests)
 
 
-def test_pages_of_layers_are_counted_once():
-    """Layers have as many pages as all of their group, and a step asks for each layer's alone."""
-    asked, memory = [], torch.zeros(4, PAGE, 1, 8)
-
-    def pages(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        asked.append(layer)
-        return memory[layer:], memory[layer:].clone()
-
-    allocator = SimpleNamespace(write_trash_index=0, get_cache_for_block_table=pages)
-    made = rollout_of({0: allocator, 1: allocator}, 1)
-    q, table, offsets = torch.zeros(1, 1, 8), *(torch.tensor(one, dtype=torch.int32) for one in ([[0]], [0, 1]))
-    for _ in range(2):
-        asked.clear()
-        for layer in (0, 1):
-            made.decode(layer, q, q, q, {"block_table": table, "cu_seq_lens_k": offsets}, {})
-    assert asked == [0, 1] and made._plan.limits.num_pages == 3
-
-
 def test_returns_share_pages(steps, request):
     """Forks of one prompt, sampled: the plan gets their pages as one, and where training cuts them."""
     model, returns = stock_model("qwen3"), 3

@@ -8,7 +8,6 @@ given (copies of all tensors, a layout that was moved) is made by a hook of our 
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers.masking_utils import sdpa_mask
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, guard
 from flash_attn_dualkv.integrations.transformers.masks import DeferredMask, deferred_mask
-from flash_attn_dualkv.parallel.context import ContextLayout
 
 accelerate = pytest.importorskip("accelerate")
 BATCH = MIXED.pack()
@@ -101,19 +99,6 @@ def test_offloaded_layers() -> None:
 # --- what follows its layer -------------------------------------------------------------------------------------------
 
 
-def test_a_layout_is_moved_once() -> None:
-    layout = MIXED.pack().layout
-    moved = layout.to("meta")
-    assert moved is layout.to("meta") is layout.to(torch.device("meta")) and moved.nodes.is_meta
-    assert layout.to("cpu") is layout and moved.is_like(layout)
-    divided = ContextLayout.at(layout, 2, 0).to("meta")
-    assert divided.num_local_tokens == ContextLayout.at(layout, 2, 0).num_local_tokens
-    assert all(one.is_meta for one in vars(divided).values() if isinstance(one, Tensor))
-    copy = pickle.loads(pickle.dumps(layout))
-    assert len(pickle.dumps(layout)) == len(pickle.dumps(MIXED.pack().layout))
-    assert copy.to("meta") is not moved
-
-
 def mask_of(**options: Any) -> Any:
     size = dict(q_length=4, kv_length=4, device=torch.device("cpu"))
     try:
@@ -121,15 +106,6 @@ def mask_of(**options: Any) -> Any:
     except TypeError:  # older versions take the positions of the queries
         size = dict(cache_position=torch.arange(4), kv_length=4)
     return deferred_mask(1, **size, **options, local_size=2)
-
-
-def test_a_mask_is_moved_before_it_is_built() -> None:
-    mask = mask_of()
-    assert isinstance(mask, DeferredMask) and hasattr(mask, "to")
-    moved = mask.to("meta", non_blocking=True)
-    assert moved is mask.to(device="meta") is mask.to(torch.device("meta"))
-    assert moved.window == mask.window and moved.others == mask.others and moved.is_causal
-    assert moved.build().is_meta and moved.build() is moved.build() and not mask.build().is_meta
 
 
 READS = [lambda mask: mask.to(torch.float32), lambda mask: torch.where(mask, 0.0, 1.0), lambda mask: mask.shape]

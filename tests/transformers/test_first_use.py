@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -491,29 +489,3 @@ def test_tokens_of_the_pair_have_no_meaning():
     ids = [one for number in range(probe.PAIRS) for part in probe.Pair.choose(config, number) for one in part]
     flat = {token for one in ids for token in (one if isinstance(one, list) else [one])}
     assert not flat & {*config.eos_token_id, 4}
-
-
-def calls_of(function: Callable[[], object]) -> int:
-    """The number of calls, of Python's functions and of others, that a function makes: equal on every machine."""
-    calls = 0
-
-    def count(frame: object, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return calls
-
-
-def test_the_state_of_a_large_model_is_cheap():
-    """Every forward asks for it: it costs less than the names of all modules."""
-    with torch.device("meta"):
-        config = transformers.LlamaConfig(num_hidden_layers=48, hidden_size=8, num_attention_heads=1, vocab_size=9)
-        model = transformers.LlamaForCausalLM(config)
-    names = calls_of(lambda: [*model.named_modules()])
-    assert 0 < calls_of(lambda: check._state_of(model)) < names
