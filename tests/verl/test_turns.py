@@ -88,24 +88,6 @@ def test_budgets_hold(budget: int) -> None:
         assert budget < 1000 or len(own.unique()) < len(own)
 
 
-def test_multiples_of_micro_batches() -> None:
-    """As virtual stages of a pipeline want them: budgets and nodes stay; more than there are samples are an error."""
-    data = mini_batch(use_dynamic_bsz=True, max_token_len_per_gpu=200)
-    options = Options(min_shared=4)
-    least = grouped_micro_batches(data, None, options, None)
-    found = grouped_micro_batches(data, None, options, None, multiple=5)
-    assert least is not None and found is not None and found.indices is not None
-    assert len(least.micro_batches) % 5 and len(found.micro_batches) == -(-len(least.micro_batches) // 5) * 5
-    assert sorted(index for part in found.indices for index in part) == [*range(12)]
-    whole = group_by_prefix([*data["input_ids"].unbind()], boundary="replicate", min_shared=4)
-    for micro_batch, part in zip(found.micro_batches, found.indices, strict=True):
-        batch = pack_micro_batch(micro_batch, 1, options).batch
-        assert batch.layout.num_tokens <= 200
-        assert batch.tree.borders == tuple(whole.borders[index] for index in part)
-    with pytest.raises(ValueError, match="ppo_max_token_len.* at least 13 samples .* in multiples of 13, got 12"):
-        grouped_micro_batches(data, None, options, None, multiple=13)
-
-
 @pytest.mark.parametrize("what", ["images", "teacher"])
 def test_what_is_of_a_sample_alone(what: str) -> None:
     """A teacher has scored each sample by itself: they share prompts alone, whose tokens have no loss."""

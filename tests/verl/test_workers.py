@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,13 +63,6 @@ EQUAL_RANKS = [
     case("Ulysses, fused head", "actor_rollout_ref.model.use_fused_kernels=True", sp=2, batch=UNEQUAL, **FUSED),
     case("Ulysses, critic", sp=2, role="critic"),
 ]
-# As benchmarks run large models: one worker for several divisions, behind calls that warm it up.
-STAYING: dict[str, Any] = dict(learning_rate=0.0, updates=1, batch=UNEQUAL, infers_at_the_end=False)
-KEPT = [
-    case("a worker", micro=3, warm=3, **STAYING),
-    case("the same worker, dynamic", tokens=150, warm=2, **STAYING),
-    case("the same worker, fixed", micro=2, **STAYING),
-]
 
 # Cases that verl's own path computes, and what the metrics call the reason.
 FALLBACKS = [
@@ -110,7 +102,7 @@ def one_rank() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    cases = [*EQUAL_RANKS, *KEPT, DYNAMIC_RANKS]
+    cases = [*EQUAL_RANKS, DYNAMIC_RANKS]
     shared = [*map(ours, cases), ours(SPOILED, WITH_SPOILED)]
     return run([*cases, SPOILED, *shared], 2)
 
@@ -136,32 +128,12 @@ def test_two_ranks(two_ranks: dict[str, Found], one: Case) -> None:
     both(two_ranks, one).check_shared()
 
 
-@each(KEPT)
-def test_kept_workers(two_ranks: dict[str, Found], one: Case) -> None:
-    """Weights stay, divisions change, and calls that warm up leave no trace."""
-    _, shared = pair = both(two_ranks, one)
-    pair.check_equal()
-    Pair(two_ranks[KEPT[0].name], shared).check_equal()
-    assert [len(one) for one in (shared.infer_s, shared.update_s, shared.metrics)] == [1, 1, 1]
-    divided = [two_ranks[f"ours, {one.name}"].metrics[0]["shared_prompt/micro_batches"] for one in KEPT]
-    assert len(set(divided)) == len(KEPT) and divided[0] == 2 and divided[2] == 3
-
-
 def test_angles_of_the_longest_sequence(two_ranks: dict[str, Found]) -> None:
     """They run on verl's own path, which the console and the metrics say."""
     pair = both(two_ranks, DYNAMIC_RANKS)
     pair.check_equal()
     metrics = pair.ours.metrics[0]
     assert metrics["shared_prompt/fallback/positions"] == metrics["shared_prompt/micro_batches"] > 0
-
-
-def test_what_there_was_before_a_failure(tmp_path: Path) -> None:
-    """A rank that fails ends the others; results so far count, if there are any."""
-    cases = [replace(one, shares=True, updates=1) for one in (EQUAL_RANKS[1], ERRORS[0][0], EQUAL_RANKS[0])]
-    assert list(run(cases, 2)) == [cases[0].name]
-    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match=r"verl's ranks ended with 3 behind \[\]"):
-        run(cases[1:], 2, driver=str(tmp_path / "fails.py"))
 
 
 def test_ray(two_ranks: dict[str, Found]) -> None:
