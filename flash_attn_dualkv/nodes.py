@@ -230,14 +230,11 @@ def piece_table(
         kept_begins: where in `k` the keys of other nodes begin; of those above own ones all that have rows.
         kept_rows: rows of `k`.
     """
-    begins, own_nodes, chosen = path_begins(lengths, parents), {*own}, {*own}
-    for node in own:
-        while (node := parents[node]) >= 0 and node not in chosen:
-            chosen.add(node)
+    begins, own_nodes = path_begins(lengths, parents), {*own}
     places: dict[int, int] = {}
     rows: list[tuple[int, ...]] = []  # `Node` without the end of its subtree
     row = 0
-    for node in sorted(chosen):
+    for node in with_ancestors(parents, own):
         begin, length, above = begins[node], lengths[node], places.get(parents[node], -1)
         places[node] = len(rows)
         if node in own_nodes:
@@ -250,6 +247,15 @@ def piece_table(
     table = ints(numbers, torch.int32).view(-1, COLUMNS)
     pairs = sum(visible_pairs(begins[node], lengths[node]) for node in own)
     return table, max((begins[node] + lengths[node] for node in own), default=0), -(-pairs // max(row, 1))
+
+
+def with_ancestors(parents: Sequence[int], own: Sequence[int]) -> list[int]:
+    """Nodes and all above them, rising."""
+    chosen = {*own}
+    for node in own:
+        while (node := parents[node]) >= 0 and node not in chosen:
+            chosen.add(node)
+    return sorted(chosen)
 
 
 def _subtree_ends(parents: Sequence[int], name: str) -> list[int]:

@@ -82,8 +82,8 @@ _Found = TypeVar("_Found", Piece, _Runs)
 
 
 def plan_parts(
-    tree: PrefixTree, max_tokens: int, *, kept: float = 1.0, held: bool = False, levels: int | None = None,
-    tile: int = TILE,
+    tree: PrefixTree, max_tokens: int, *, kept: float = 1.0, state: float = 0.0, held: bool = False,
+    levels: int | None = None, tile: int = TILE,
 ) -> Cut:  # fmt: skip
     """Trunks and parts of which none needs more memory than a micro-batch of `max_tokens` rows.
 
@@ -96,6 +96,7 @@ def plan_parts(
         tree: of a batch, or of `group_by_prefix`.
         max_tokens: rows of a micro-batch that fits.
         kept: how many rows' memory the kept keys, values and sums of their gradients of a row take; >= 0.
+        state: how many rows' memory the kept end state of a node and the sum of its gradients take; >= 0.
         held: the activations of trunks stay as well while their parts run.
         levels: the most trunks of a path; None: any.
         tile: cuts inside of nodes are at multiples of so many rows.
@@ -107,8 +108,8 @@ def plan_parts(
     budget = checks.integer("max_tokens", max_tokens, 1)
     most = None if levels is None else checks.integer("levels", levels, 0)
     planner = _Planner(
-        tree.node_lens, tree.node_parents, budget, checks.number("kept", kept, zero=True), checks.flag("held", held),
-        checks.integer("tile", tile, 1),
+        tree.node_lens, tree.node_parents, budget, checks.number("kept", kept, zero=True),
+        checks.number("state", state, zero=True), checks.flag("held", held), checks.integer("tile", tile, 1),
     )  # fmt: skip
     try:
         return planner.cut(most)
@@ -119,12 +120,13 @@ def plan_parts(
 
 class _Planner:
     def __init__(
-        self, lens: Sequence[int], parents: Sequence[int], budget: int, kept: float, held: bool, tile: int
+        self, lens: Sequence[int], parents: Sequence[int], budget: int, kept: float, state: float, held: bool, tile: int
     ) -> None:
         self.lens, self.parents = lens, parents
         self.budget, self.tile = budget, tile
         self.per_row = kept + held  # that a trunk's row takes while others run
         self.own_row = 1 + kept  # while its own trunk runs
+        self.state = state
         # Share of a trunk's room that branches which are no single path may fill: small nodes, each of
         # which would cost two passes as a trunk of its own.
         self.branches = 0.25
@@ -137,9 +139,9 @@ class _Planner:
             if parents[node] >= 0:
                 self.sizes[parents[node]] += self.sizes[node]
 
-    def pieces_of(self, rests: list[_Rest], kept: int, levels: int | None) -> list[_Runs]:
-        """The pieces of subtrees below trunks of `kept` rows."""
-        room = int(self.budget - self.per_row * kept)
+    def pieces_of(self, rests: list[_Rest], kept: float, levels: int | None) -> list[_Runs]:
+        """The pieces of subtrees below trunks of which as much is kept as `kept` rows take."""
+        room = int(self.budget - kept)
         light = [rest for rest in rests if 0 < self._size(rest) <= room]
         bins = united([(self._size(rest), [place]) for place, rest in enumerate(light)], room)
         pieces = [_Runs([run for place in chosen for run in self._all_of(light[place])], []) for _, chosen in bins]
@@ -148,10 +150,11 @@ class _Planner:
             if self._size(rest) <= max(room, 0):
                 continue
             if levels == 0:
-                raise SharedPromptError("levels", f"more, with {kept:,} rows kept above", "no further trunk")
+                raise SharedPromptError("levels", "more, to keep trunks in", "no further trunk")
             own, below = self._trunk(rest, kept)
             rows = sum(run.end - run.begin for run in own)
-            parts = self.pieces_of(below, kept + rows, None if levels is None else levels - bool(rows))
+            below_own = kept + self._kept(rows, own)
+            parts = self.pieces_of(below, below_own, None if levels is None else levels - bool(rows))
             if rows:
                 pieces.append(_Runs(own, parts))
             else:
@@ -173,23 +176,27 @@ class _Planner:
             yield _Run(node, begin, self.lens[node])
             pending += map(_Rest, self.children[node])
 
-    def _trunk(self, rest: _Rest, kept: int) -> tuple[list[_Run], list[_Rest]]:
+    def _kept(self, rows: int, own: Sequence[_Run]) -> float:
+        """How many rows' memory is kept of a trunk of so many rows."""
+        return self.per_row * rows + self.state * sum(run.begin < run.end for run in own)
+
+    def _trunk(self, rest: _Rest, kept: float) -> tuple[list[_Run], list[_Rest]]:
         """The trunk that begins with a node whose subtree does not fit, and the subtrees that continue it."""
-        most = int((self.budget - self.per_row * kept) / self.own_row)
+        most = int((self.budget - kept - self.state) / self.own_row)
         node, begin = rest
         rows = self.lens[node] - begin
         if rows > most:
             rows = most - most % self.tile
             if rows <= 0:
-                expected = f"more, as {self.per_row:.2f} rows are kept for each of the {kept:,} rows above a part"
+                expected = f"more, as what is kept above a part takes as much as {kept:,.0f} rows"
                 raise SharedPromptError("max_tokens", expected, self.budget)
             return [_Run(node, begin, begin + rows)], [_Rest(node, begin + rows)]
         own, below = [_Run(node, begin, self.lens[node])], [*map(_Rest, self.children[node])]
         while True:
-            room = int(self.budget - self.per_row * (kept + rows))
+            room = int(self.budget - kept - self._kept(rows, own))
             heavy = [rest for rest in below if self._size(rest) > room]
             is_path = len(heavy) == 1 and (self.branches > 0 or len(below) == 1)
-            limit = most if is_path else self.branches * most
+            limit = (most if is_path else self.branches * most) - self.state * len(own) / self.own_row
             chosen = next((rest for rest in heavy if rows + self.lens[rest.node] <= limit), None)
             if chosen is None:
                 return own, below
@@ -200,7 +207,7 @@ class _Planner:
             below[at : at + 1] = map(_Rest, self.children[node])
 
     def cut(self, levels: int | None) -> Cut:
-        pieces = self.pieces_of([_Rest(node) for node, parent in enumerate(self.parents) if parent < 0], 0, levels)
+        pieces = self.pieces_of([_Rest(node) for node, parent in enumerate(self.parents) if parent < 0], 0.0, levels)
         # All runs of rows are known: each is a node.
         runs = sorted(run for piece in walk(pieces) for run in piece.own)
         numbers = {run: number for number, run in enumerate(runs)}

@@ -55,13 +55,13 @@ def rows_of(cut: Cut, piece: Piece) -> int:
     return sum(cut.node_lens[node] for node in piece.nodes)
 
 
-def check(cut: Cut, tree: PrefixTree, budget: int, kept: float, held: bool) -> None:
+def check(cut: Cut, tree: PrefixTree, budget: int, kept: float, state: float, held: bool) -> None:
     assert rows_of_nodes(cut.node_lens, cut.node_parents) == rows_of_nodes(tree.node_lens, tree.node_parents)
     seen: list[int] = []
 
     def visit(pieces: tuple[Piece, ...], above: set[int]) -> None:
         rows_above = sum(cut.node_lens[node] for node in above)
-        used = (kept + held) * rows_above
+        used = (kept + held) * rows_above + state * sum(cut.node_lens[node] > 0 for node in above)
         for piece in pieces:
             assert list(piece.nodes) == sorted(piece.nodes)
             seen.extend(piece.nodes)
@@ -72,7 +72,8 @@ def check(cut: Cut, tree: PrefixTree, budget: int, kept: float, held: bool) -> N
             rows = rows_of(cut, piece)
             assert rows
             if piece.parts:
-                assert used + (1 + kept) * rows <= budget + 1e-9
+                own_states = state * sum(cut.node_lens[node] > 0 for node in piece.nodes)
+                assert used + (1 + kept) * rows + own_states <= budget + 1e-9
                 visit(piece.parts, above | own)
             else:
                 assert used + rows <= budget + 1e-9
@@ -87,18 +88,21 @@ def check(cut: Cut, tree: PrefixTree, budget: int, kept: float, held: bool) -> N
 
 
 @settings(deadline=None, max_examples=300)
-@given(trees(), st.integers(8, 90), st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.booleans(), st.sampled_from([1, 4]))
-def test_cuts(tree: PrefixTree, budget: int, kept: float, held: bool, tile: int) -> None:
+@given(
+    trees(), st.integers(8, 90), st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0.0, 0.0, 1.5, 7.0]),
+    st.booleans(), st.sampled_from([1, 4]),
+)  # fmt: skip
+def test_cuts(tree: PrefixTree, budget: int, kept: float, state: float, held: bool, tile: int) -> None:
     assume(sum(tree.node_lens))
     # What is kept of a path may leave no room for a tile and its own keys.
     longest = max(map(len, rows_of_nodes(tree.node_lens, tree.node_parents)))
     cut: Cut | None = None
     with suppress(SharedPromptError):
-        cut = plan_parts(tree, budget, kept=kept, held=held, tile=tile)
-    if cut is None:
-        assert (kept + held) * longest + (1 + kept) * tile > budget
+        cut = plan_parts(tree, budget, kept=kept, state=state, held=held, tile=tile)
+    if cut is None:  # the longest path may be as many nodes, each of a tile or less
+        assert (kept + held) * longest + (1 + kept) * tile + state * (1 + longest) > budget
         return
-    check(cut, tree, budget, kept, held)
+    check(cut, tree, budget, kept, state, held)
     sizes = [0] * len(tree.node_lens)
     for root, size in zip(tree.roots, tree.node_lens):
         sizes[root] += size
@@ -130,7 +134,9 @@ def test_a_long_prompt_in_levels() -> None:
     assert cut.pieces == (Piece((0,), (Piece((1,), (Piece((2, 3, 4)),)),)),)
     with pytest.raises(SharedPromptError, match="levels: expected more"):
         plan_parts(tree, 1000, kept=0.75, tile=100, levels=1)
-    with pytest.raises(SharedPromptError, match="max_tokens: expected more, as 1.50 rows are kept"):
+    with pytest.raises(
+        SharedPromptError, match="max_tokens: expected more, as what is kept above a part takes as much as"
+    ):
         plan_parts(tree, 1000, kept=1.5, tile=100)
 
 
@@ -156,7 +162,7 @@ def test_branches_leave_a_trunk_that_leaves_no_room() -> None:
 
 def test_arguments() -> None:
     tree = tree_of([3], [-1])
-    for options in (dict(kept=-1.0), dict(tile=0), dict(levels=-1), dict(held=1)):
+    for options in (dict(kept=-1.0), dict(state=-1.0), dict(tile=0), dict(levels=-1), dict(held=1)):
         with pytest.raises(SharedPromptError, match=next(iter(options))):
             plan_parts(tree, 4, **options)  # type: ignore[arg-type]
     with pytest.raises(SharedPromptError, match="max_tokens"):

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from tiny_models import dualkv, gradients
+from tiny_models import check_equal, check_gradients, dualkv, gradients
 from torch import Tensor
 
 from flash_attn_dualkv import PackedBatch
+from flash_attn_dualkv.data.parts import Cut
+from flash_attn_dualkv.integrations.transformers import prompt_once
 
 
 def losses(batch: PackedBatch) -> Callable[[Any], Tensor]:
@@ -42,3 +45,19 @@ def expected_of(model: Any, batch: PackedBatch, **options: Any) -> tuple[Tensor,
     logps, entropy = dualkv.shared_prompt_forward(model, batch, drop_unread=False, **options)
     losses(batch)(whole(batch, logps, entropy)).backward()
     return logps.detach(), gradients(model)
+
+
+def use_cut(monkeypatch: pytest.MonkeyPatch, cut: Cut, keep: str = "kv") -> None:
+    """Let a cut take the place of the plan."""
+    monkeypatch.setattr(prompt_once, "plan_backward", lambda *_, **__: prompt_once.Plan(cut, keep))
+
+
+def compare(model: Any, batch: PackedBatch, tolerance: float = 1e-9, **options: Any) -> None:
+    """Scores and gradients of the batch in pieces with those of one pass."""
+    scoring = {name: value for name, value in options.items() if name in ("temperature", "with_entropy")}
+    logps, expected = expected_of(model, batch, **scoring)
+    options = dict(max_tokens=1) | options
+    found = dualkv.shared_prompt_backward(model, batch, losses(batch), **options)
+    assert not found.logps.requires_grad and found.sequences == tuple(range(len(batch.response_lens)))
+    check_equal(found.logps, logps, tolerance)
+    check_gradients(gradients(model), expected, tolerance)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_models import KINDS
 from piece_runs import expected_of, losses
 from processes import run_ranks
 from ranks import CPU, Setup, whole_gradients, wrap
-from tiny_models import Samples, Tolerance, check_equal, check_gradients, dualkv
+from tiny_models import TOLERANCES, Samples, Tolerance, check_equal, check_gradients, dualkv
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError
 from flash_attn_dualkv.data.parts import Cut, Piece
@@ -20,6 +21,7 @@ from flash_attn_dualkv.integrations.transformers import prompt_once
 
 PLAN = prompt_once.plan_backward
 SETUP = replace(CPU, dtype=torch.float64)
+HYBRID = replace(CPU, make="hybrid_models:hybrid_model", name=KINDS[0])
 ROWS = [Samples.random([(14, [5, 4, 6])], seed=1), Samples.random([(9, [3, 4]), (12, [7, 5, 2, 6])], seed=2)]
 
 
@@ -47,11 +49,20 @@ CASES = {
     "fsdp2, graph": ("trunks", "graph"),
     "fsdp2, graph and whole": ("whole", "graph"),
     "fsdp2, mixed precision": ("trunks", "kv"),
+    "ddp, states": ("trunks", "kv"),
+    "fsdp1, states": ("trunks", "kv"),
+    "fsdp2, states": ("trunks", "kv"),
+    "fsdp2, states and graph": ("trunks", "graph"),
+    "fsdp2, mixed precision, states": ("trunks", "kv"),
 }
 
 
 def batch_of(rank: int) -> PackedBatch:
     return ROWS[rank].pack(boundary="replicate")
+
+
+def setup_of(case: str) -> Setup:
+    return HYBRID if "states" in case else SETUP
 
 
 def use_cut(rank: int, case: str) -> None:
@@ -69,11 +80,12 @@ def refused(rank: int, wrapped: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-def _run_rank(rank: int, setup: Setup, results: Any) -> None:
+def _run_rank(rank: int, results: Any) -> None:
     for case in CASES:
+        setup = setup_of(case)
         model = setup.model(rank, torch.float32 if "mixed" in case else setup.dtype)
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
-        wrapped = wrap(model, case, torch.device("cpu"))
+        wrapped = wrap(model, case.split(", s")[0], torch.device("cpu"))
         if case == "ddp":
             results[rank, "graph"] = refused(rank, wrapped, max_tokens=100, keep="graph")
         if case in ("ddp", "fsdp2"):  # one rank alone has no plan
@@ -89,18 +101,23 @@ def _run_rank(rank: int, setup: Setup, results: Any) -> None:
 @functools.cache
 def results() -> dict[Any, Any]:
     """Of all cases, in one start of the processes; no fixture, so that a rank that fails is a failure."""
-    return run_ranks(_run_rank, 2, SETUP)
+    return run_ranks(_run_rank, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(case: str) -> None:
     found = results()
-    model = SETUP.model(0, SETUP.dtype)
-    tolerance = Tolerance(3e-2, 8e-2) if "mixed" in case else Tolerance(1e-9, 2e-6)
+    setup = setup_of(case)
+    model = setup.model(0, setup.dtype)
+    tolerance = Tolerance(1e-9, 2e-6)
+    if setup is HYBRID:  # in float32
+        tolerance = Tolerance(TOLERANCES[setup.dtype].value, 2e-5)
+    if "mixed" in case:
+        tolerance = Tolerance(5e-2, 0.2) if setup is HYBRID else Tolerance(3e-2, 8e-2)
     expected: dict[str, torch.Tensor] = {}
     for rank in range(2):
         logps, gradients = expected_of(model, batch_of(rank))
-        check_equal(found[rank, case][0].double(), logps, tolerance.value)
+        check_equal(found[rank, case][0].to(logps.dtype), logps, tolerance.value)
         for name, gradient in gradients.items():
             expected[name] = expected.get(name, 0) + gradient.float() / 2
     for rank in range(2):

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
+from ...pieces import PieceLayout
 from ..common.patching import closure_of
 from .known_bugs import check_gated_backward
 from .levels import Level, levels_of, tails_of
@@ -55,9 +56,13 @@ def _behind_tails(
 ) -> Tensor:
     """Convolve (1, T, C), each segment behind the last inputs of its path."""
     _check_rows(x, layout)
-    tails = tails_of(layout, weight.shape[-1] - 1, x.device)
-    out: Tensor = convolve(insert_tails(x[0], tails)[None])
-    return take_rows(out[0], tails.own)[None]
+    width = weight.shape[-1] - 1
+    tails = tails_of(layout, width, x.device)
+    rows, above = layout.states_above(x[0], x) if isinstance(layout, PieceLayout) else (x[0], None)
+    rows = insert_tails(rows if above is None else torch.cat([rows, above.flatten(0, 1)]), tails)
+    if isinstance(layout, PieceLayout) and len(tails.wanted):
+        rows = layout.keep_states(rows, take_rows(rows, tails.wanted).unflatten(0, (-1, width)))
+    return take_rows(convolve(rows[None])[0], tails.own)[None]
 
 
 def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -138,26 +143,33 @@ def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan)
         _check_rows(one, layout)
     plan = levels_of(layout, inputs[0].device)
     rows = [one[0] if plan.order is None else take_rows(one[0], plan.order) for one in inputs]
+    behind: list[Tensor] = []  # states that are given, and of each level
+    if isinstance(layout, PieceLayout):
+        rows[0], above = layout.states_above(rows[0])
+        behind += [] if above is None else [above]
     outs: list[Tensor] = []
-    behind: list[Tensor] = []  # states of each level
     for level in plan.levels:
         states = None
         if level.parents is not None and level.children is not None:
-            known = behind[-1:] if level.has_children else behind
-            together = known[0] if len(known) == 1 else torch.cat(known)
-            states = hand_on(together, level.parents, level.children)
+            states = hand_on(_joined(behind if level.reads_all else behind[-1:]), level.parents, level.children)
         out, last = scan(level, [one[level.begin : level.end] for one in rows], states)
         outs.append(out)
         if last is not None:
             behind.append(last)
     if not outs:
         raise SharedPromptError("shared_prompt_layout", "a row with tokens", "one of padding only")
+    if isinstance(layout, PieceLayout) and len(plan.wanted):
+        outs[0] = layout.keep_states(outs[0], take_rows(_joined(behind), plan.wanted))
     if plan.order is not None:
         return put_rows(torch.cat(outs), plan.order, plan.total)[None]
     padding = plan.total - plan.levels[-1].end
     if padding:
         outs.append(outs[0].new_zeros(padding, *outs[0].shape[1:]))
     return torch.cat(outs)[None]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
 
 
 def _in_buckets(scan: PaddedScan) -> Scan:

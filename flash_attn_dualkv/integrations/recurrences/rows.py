@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .levels import Tails
 
@@ -26,7 +27,10 @@ def put_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
 
 
 def insert_tails(values: Tensor, tails: Tails) -> Tensor:
-    """Rows (T, C) of a packed row -> (E, C): each segment behind the last inputs of its path, or zeros."""
+    """Rows (T, C) of a packed row, and given ones behind it -> (E, C), each segment behind the last inputs of its path.
+
+    Zeros stand where there are none.
+    """
     return _InsertTails.apply(values, tails)
 
 
@@ -56,14 +60,14 @@ class _TakeRows(torch.autograd.Function):
 class _InsertTails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, tails: Tails) -> Tensor:
-        ctx.tails = tails
-        out = values.new_zeros(tails.total, values.shape[1]).index_copy_(0, tails.own, values)
+        ctx.tails, ctx.given = tails, len(values) - len(tails.own)
+        out = values.new_zeros(tails.total, values.shape[1]).index_copy_(0, tails.own, values[: len(tails.own)])
         return out.index_copy_(0, tails.copies, values.index_select(0, tails.copied))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         tails = ctx.tails
-        out = gradient.index_select(0, tails.own)
+        out = functional.pad(gradient.index_select(0, tails.own), (0, 0, 0, ctx.given))
         if tails.sources.numel():
             copies = _sum_runs(gradient.index_select(0, tails.copies), tails.counts)
             together = copies + out.index_select(0, tails.sources)

@@ -30,6 +30,7 @@ from ...parallel.agreement import largest_of_ranks
 from ...parallel.sharded import check_group
 from .admission.unwrap import causal_lm_of, layer_configs, text_config
 from .forward import COMPILE_THE_MODEL, shared_prompt_forward
+from .hybrid.families import family_of, is_a, mixers_of, state_columns
 from .trunk import Keep, Loss, PartScores, Pieces, Trunk, check_can_be_cut, checked_loss, root_of
 
 # Passes: forward alone, without and with a graph; forward and backward; backward alone. In this order
@@ -140,13 +141,14 @@ def plan_backward(
     if wrapper.kind == "DeepSpeed":
         raise SharedPromptUnsupportedError("model", "no DeepSpeed engine, to be cut", "one")
     check_can_be_cut(model, batch)
-    kept = kept_cost(causal_lm_of(model))
+    causal_lm = causal_lm_of(model)
+    cut = functools.partial(plan_parts, tree, budget, kept=kept_cost(causal_lm), state=state_cost(causal_lm))
     if keep == "graph":
-        return Plan(plan_parts(tree, budget, kept=kept, held=True), "graph")
-    plan = Plan(plan_parts(tree, budget, kept=kept), "kv")
+        return Plan(cut(held=True), "graph")
+    plan = Plan(cut(), "kv")
     if keep == "auto" and wrapper.keeps_graphs:
         with suppress(SharedPromptError):
-            graph = Plan(plan_parts(tree, budget, kept=kept, held=True), "graph")
+            graph = Plan(cut(held=True), "graph")
             return graph if len(graph.letters) <= len(plan.letters) else plan
     return plan
 
@@ -156,8 +158,36 @@ def kept_cost(causal_lm: Any, element_bytes: int | None = None) -> float:
 
     `element_bytes`: of activations; None: as weights are.
     """
+    config = text_config(causal_lm.config)
+    layers, family = layer_configs(config), family_of(config)
+    count = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if family is not None:
+        count = sum(is_a(module, family.attention) for module in causal_lm.modules())
+    return _cost(causal_lm, element_bytes, sum(map(_kept_columns, layers[:count])))
+
+
+def state_cost(causal_lm: Any) -> float:
+    """How many rows' activations the kept end state of a node and its sum take, in all layers; 0 without such layers.
+
+    These are the last inputs of convolutions, and the states of recurrences, in float32.
+    """
+    family = family_of(text_config(causal_lm.config))
+    if family is None:
+        return 0.0
+    mixers = [mixer for _, mixer in mixers_of(causal_lm, family)]
+    kernels = [module for mixer in mixers for module in mixer.modules() if isinstance(module, nn.Conv1d)]
+    columns = sum((kernel.kernel_size[0] - 1) * kernel.out_channels for kernel in kernels)
+    cost = _cost(causal_lm, None, columns)
+    if len(family.functions) > 1:
+        size = causal_lm.get_input_embeddings().weight.element_size()
+        wider = 2 * max(4, size) / (size + max(4, size))  # than a key and its sum
+        cost += wider * _cost(causal_lm, None, sum(map(state_columns, mixers)))
+    return cost
+
+
+def _cost(causal_lm: Any, element_bytes: int | None, columns: int) -> float:
     layers = layer_configs(causal_lm.config)
-    first, shared = layers[0], getattr(text_config(causal_lm.config), "num_kv_shared_layers", None) or 0
+    first = layers[0]
     width = getattr(first, "intermediate_size", None) or 4 * first.hidden_size
     if experts := getattr(first, "num_experts_per_tok", None):  # as wide as those that a token has
         width = experts * (getattr(first, "moe_intermediate_size", None) or width)
@@ -171,7 +201,7 @@ def kept_cost(causal_lm: Any, element_bytes: int | None = None) -> float:
     return shape.kept_cost(
         is_checkpointed=checkpoints,
         element_bytes=element_bytes or causal_lm.get_input_embeddings().weight.element_size(),
-        kept_columns=sum(map(_kept_columns, layers[: len(layers) - shared])),
+        kept_columns=columns,
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The passes of a batch that is cut: trunks, whose keys are kept, and the parts that continue them.
 
-One rule covers them: what a part reads of its trunk is a leaf. Keys, values and scores of trunk tokens are kept without
-a graph, their gradients are summed over parts, and the trunk's last pass gives them back.
+One rule covers them: what a part reads of its trunk is a leaf. Keys, values, end states and scores of trunk tokens are
+kept without a graph, their gradients are summed over parts, and the trunk's last pass gives them back.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUn
 from ...host import int64s, runs, to_device
 from ...layout import SharedPromptLayout
 from ...pieces import KeptKeys, PieceLayout, Stage
-from .admission.unwrap import causal_lm_of, text_config
+from .admission.unwrap import causal_lm_of
 from .forward import scored_tokens
-from .hybrid.families import family_of
 from .rope import rope_of_ranks
 
 Keep = Literal["kv", "graph"]
@@ -116,6 +115,14 @@ class Pieces:
         piece_of_node = torch.zeros(len(self.cut.node_lens), dtype=torch.int64)
         for number, piece in enumerate(pieces):
             piece_of_node[list(piece.nodes)] = number
+        # Nodes with rows that one of another piece continues: their end states are kept.
+        self.continued: set[int] = set()
+        nearest = [-1] * (len(piece_of_node) + 1)  # of each node's path the last node with rows
+        for node, (length, parent) in enumerate(zip(self.cut.node_lens, self.cut.node_parents)):
+            above = nearest[parent]
+            if length and above >= 0 and piece_of_node[above] != piece_of_node[node]:
+                self.continued.add(above)
+            nearest[node] = node if length else above
         ends = int64s(self._begins[1:])
         owner = piece_of_node[torch.searchsorted(ends, self._rows, right=True)]
         order = owner.argsort(stable=True)
@@ -178,7 +185,8 @@ class Pieces:
         ids, positions = (tensor.index_select(0, index) for tensor in (batch.input_ids, batch.position_ids))
         if is_empty:
             rows, targets = rows.new_zeros(1), targets.new_zeros(1)
-        layout = PieceLayout.of(*place, device=device, position_ids=positions, input_ids=ids, **options)
+        options |= dict(continued=self.continued, device=device, position_ids=positions, input_ids=ids)
+        layout = PieceLayout.of(*place, **options)
         return replace(
             batch, input_ids=ids, position_ids=positions, layout=layout, token_index=rows, targets=targets,
             own_labels=True, row_values={}, group_images={},
@@ -328,7 +336,7 @@ class Trunk:
             raise SharedPromptError("loss_of", expected, None)
         scores = self._graph
         if not scores:
-            pieces.keys.let_go(self.rows)  # the activations of this pass take the place of keys of trunks below
+            pieces.keys.let_go(self._last_pass)  # the activations of this pass take the place of keys of trunks below
             self._last_pass, scores = self._run("inject")
         loss = None
         if sequences and loss_of is not None:
@@ -389,9 +397,6 @@ def check_can_be_cut(model: nn.Module, batch: PackedBatch) -> None:
 def check_model_can_be_cut(model: nn.Module, longest: int) -> None:
     """SharedPromptError for a model whose rows of sequences of up to `longest` tokens have to run in one pass."""
     config = causal_lm_of(model).config
-    if family_of(text_config(config)) is not None:
-        expected = "attention layers alone, to be cut"
-        raise SharedPromptUnsupportedError("model", expected, f"{config.model_type}, which carries states")
     if (lacking := rope_of_ranks(config, longest, "in several passes")) is not None:
         raise SharedPromptUnsupportedError(lacking)
 

@@ -124,6 +124,13 @@ def mixers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module
             yield name, module
 
 
+def state_columns(mixer: Any) -> int:
+    """Numbers of the state of a layer with a recurrence: of each head a matrix."""
+    heads = getattr(mixer, "num_v_heads", None) or mixer.num_heads
+    rows = getattr(mixer, "head_k_dim", None) or getattr(mixer, "ssm_state_size", None) or mixer.head_dim
+    return int(heads * rows * (getattr(mixer, "head_v_dim", None) or mixer.head_dim))
+
+
 def is_a(module: nn.Module, name: str) -> bool:
     """True if a module is of a class of that name. Its own class may be FSDP2's, derived from the model's."""
     return any(kind.__name__ == name for kind in type(module).__mro__)

@@ -26,6 +26,7 @@ from .... import guard
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ....layout import SharedPromptLayout, is_in_backward
 from ....parallel.sharded import DividedLayout
+from ....pieces import PieceLayout
 from ...common.patching import replace_once
 from ...recurrences import mixers
 from ..admission.unwrap import holds
@@ -50,7 +51,7 @@ class _Running:
     module: nn.Module
     layout: SharedPromptLayout | None
     outer: _Running | None
-    called: set[str] | None = None  # functions that the layer has called
+    called: list[str] | None = None  # functions that the layer has called
 
 
 _running: ContextVar[_Running | None] = ContextVar("dualkv_running_layer", default=None)
@@ -108,8 +109,13 @@ class MixerFunction:
         running = _running.get()
         if running is None or running.layout is None or running.called is None:
             return self.dualkv_stock(*args, **kwargs)
-        running.called.add(self.name)
-        return _compute(self.name, self.dualkv_stock, running.layout, args, kwargs)
+        running.called.append(self.name)
+        layout = running.layout
+        if isinstance(layout, PieceLayout):
+            layer = getattr(running.module, "layer_idx", None)
+            layer = id(running.module) if layer is None else layer
+            layout = layout.called_by(f"{layer}, call {len(running.called)}: {self.name}")
+        return _compute(self.name, self.dualkv_stock, layout, args, kwargs)
 
 
 @torch.compiler.disable
@@ -135,7 +141,7 @@ def _forward_with_layout(functions: tuple[str, ...], stock: Callable[..., Any]) 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outer = _running.get()
         layout = _layout_of(self, kwargs, outer)
-        called: set[str] = set()
+        called: list[str] = []
         _running.set(_Running(self, layout, outer, called))
         try:
             output = stock(self, *args, **kwargs)
