@@ -10,7 +10,7 @@ import pytest
 import tiny_trl
 import torch
 import trl
-from hybrid_models import hybrid_model
+from hybrid_models import HYBRIDS, hybrid_model
 from tiny_models import check_equal, check_gradients, gradients, tiny_model
 from tiny_trl import (
     GRADIENT,
@@ -137,7 +137,11 @@ GROUPS = {
     "a prompt of one token": ([(1, [5, 9, 3, 7])], 2, None),
     "a prompt that begins another": ([(4, [3, 3]), (5, [2, 2])], 1, None),
 }
-CASES = [*(("qwen3", name) for name in GROUPS), ("gemma3_text", "a prompt"), ("gemma4_text", "a prompt")]
+CASES = [
+    *(("qwen3", name) for name in GROUPS),
+    *((family, "a prompt") for family in ("gemma3_text", "gemma4_text", "qwen3_5_text", "lfm2")),
+    ("lfm2", "slices of prompts that alternate"),
+]
 
 
 @pytest.mark.parametrize(("family", "groups"), CASES)
@@ -148,8 +152,9 @@ def test_a_window(family: str, groups: str, tmp_path: Path) -> None:
         slices[1]["completion_ids"][0] = slices[0]["completion_ids"][0]
         slices[1]["completion_mask"][0] = slices[0]["completion_mask"][0]
     found = []
+    make = hybrid_model if family in HYBRIDS else tiny_model
     for cls, options in ((trl.GRPOTrainer, {}), (GRPO, {}), (GRPO, ONCE)):
-        made = prepared(cls, tiny_model(family, dtype=torch.float64, attention="sdpa"), tmp_path, slices, **options)
+        made = prepared(cls, make(family, dtype=torch.float64, attention="sdpa"), tmp_path, slices, **options)
         found.append((window(made), gradients(made.model), made))
     (losses, expected, _), _, (got_losses, got, made) = found
     assert got_losses == pytest.approx(losses, rel=VALUE, abs=1e-7)
@@ -247,7 +252,7 @@ def test_weights_that_change_between_the_passes(tmp_path: Path) -> None:
             return super()._compute_loss(model, inputs)
 
     made = prepared(Decays, tiny_model("qwen3", dtype=torch.float32, attention="sdpa"), tmp_path, slices, **ONCE)
-    with pytest.raises(SharedPromptError, match="keys and values with the same bits in both passes"):
+    with pytest.raises(SharedPromptError, match="states with the same bits in both passes"):
         window(made)
 
 
@@ -258,9 +263,11 @@ def sayings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "in spite of prompt_once" in record.getMessage()]
 
 
+DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4))
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "hybrids": (
-        lambda: hybrid_model("qwen3_5_text", dtype=torch.float32), {}, "which carries states",
+    "angles by the longest sequence": (
+        lambda: tiny_model("llama", dtype=torch.float32, attention="sdpa", max_position_embeddings=8, **DYNAMIC),
+        {}, "angles of RoPE follow the longest one",
     ),
     "losses of routers": (
         lambda: tiny_model("mixtral", dtype=torch.float32, attention="sdpa", router_aux_loss_coef=0.1),

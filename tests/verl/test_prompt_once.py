@@ -61,6 +61,8 @@ ONE_RANK = [
     case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16",
          "actor_rollout_ref.model.target_modules=[q_proj,v_proj]", micro=2, updates=3),
     case("MoE", model=Model("qwen3_moe", experts=4, experts_per_token=2), micro=2),
+    case("linear attention", PADDED, attention="sdpa", micro=2,
+         model=Model("qwen3_next", layers=4, experts=4, experts_per_token=4)),
     case("synchronised at the end", NO_SYNC, micro=2),
     case("a prompt in two passes", tokens=1250, batch=LONG),
     case("scored rows in two passes", tokens=1000, batch=COMMON),
@@ -87,8 +89,6 @@ AS_WITHOUT = [
     case("a loss of micro-batches", f"{ACTOR}.{NORM}", micro=2),
     case("packed inputs rounded up", f"{ACTOR}.pad_to_length=True", f"{ACTOR}.fsdp_config.pad_to_length_bucket=64",
          micro=2),
-    case("linear attention", PADDED, attention="sdpa", micro=2,
-         model=Model("qwen3_next", layers=4, experts=4, experts_per_token=4)),
     case("images", extra="images", micro=2),
 ]  # fmt: skip
 AS_WITHOUT_RANKS = [case("Ulysses", sp=2, micro=2)]
@@ -265,6 +265,12 @@ def test_reasons(options: Any, others: Any, reason: str | None, caplog: pytest.L
     said = [record.message for record in caplog.records if "prompt_once" in record.message]
     assert len(said) == (reason is not None) and all(str(reason) in message for message in said)
     assert engine._trunks(samples(), "dropout", None) is None and len(caplog.records) == len(said)
+
+
+def test_hybrids_that_nobody_asked_for() -> None:
+    engine = _Engine("qwen3_next")
+    engine.options = Options(prompt_once=None)
+    assert engine._why_not_cut(samples()) == "budgets do not count the states of hybrids"
 
 
 def test_engines_that_have_no_passes(caplog: pytest.LogCaptureFixture) -> None:

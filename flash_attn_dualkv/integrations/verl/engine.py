@@ -289,6 +289,8 @@ class _SharedPrompts(SharedPrompts):
             "samples have images, video or audio": bool(samples_with_media(data)),
             "a teacher scores tokens": "teacher_logprobs" in data
             or any(tu.get_non_tensor_data(data, flag, False) for flag in flags),
+            "budgets do not count the states of hybrids": self.options.prompt_once is None
+            and table.is_hybrid(self.stock_module.config),
             "LoRA's dropout draws other masks in a prompt's second pass": self.options.share_lora_dropout,
         }
         if (lacking := next((text for text, holds in reasons.items() if holds), None)) is not None:
