@@ -408,9 +408,6 @@ def test_what_is_refused(cuts: Callable[..., None], monkeypatch: pytest.MonkeyPa
     model.model.layers[0].self_attn.q_proj.weight.ds_id = 0
     with pytest.raises(NotImplementedError, match="no DeepSpeed engine"):
         backward(model, batch, losses(batch), max_tokens=30)
-    images = {"pixel_values": [torch.ones(2, 4)] * len(GROUP)}
-    with pytest.raises(NotImplementedError, match="batch: expected text, to be cut, got pixel_values"):
-        backward(tiny_model("qwen3"), GROUP.pack(images=images), losses(batch), max_tokens=30)
     rope = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
     options = {"rope_parameters" if VERSION >= (5, 0) else "rope_scaling": rope, "max_position_embeddings": 32}
     dynamic = tiny_model("llama", **options)

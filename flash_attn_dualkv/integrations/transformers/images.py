@@ -22,6 +22,7 @@ from ... import checks
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ...parallel.sharded import DividedLayout, check_divided
+from ...pieces import PieceLayout
 from .admission import table, unwrap
 
 # Multimodal models, by `model_type`, whose images are exact in a shared prompt.
@@ -101,7 +102,7 @@ def row_inputs(model: nn.Module, batch: PackedBatch, layout: DividedLayout | Non
         # Those of text, in the form of several dimensions. A copy, since the layout marks its
         # positions, and a view has the mark of what it is a view of.
         positions = positions[0].clone()
-    if batch.images:
+    if batch.images and not isinstance(whole, PieceLayout):  # else of a batch that was checked
         check_images(causal_lm, batch.images)
         check_placeholders(causal_lm.config, batch)
         if positions is None:
@@ -138,6 +139,11 @@ def _marks(config: Any, batch: PackedBatch) -> Tensor:
     for one in _given(batch):
         marks += one.mark * (batch.input_ids == _token(config, one))
     return marks
+
+
+def image_rows(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """(n,) int64, the rows whose tokens stand for images."""
+    return _marks(unwrap.causal_lm_of(model).config, batch).nonzero()[:, 0]
 
 
 def _given(batch: PackedBatch) -> list[Medium]:

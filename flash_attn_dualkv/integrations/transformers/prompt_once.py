@@ -63,7 +63,7 @@ def shared_prompt_backward(
     Args:
         model: of `shared_prompt_forward`; also inside DDP, FSDP 1 and FSDP 2, whose gradients are synchronised as those
             of one backward.
-        batch: of `shared_prompt_forward`; of text, if it has to be cut.
+        batch: of `shared_prompt_forward`; of text, if it has to be cut and the model is wrapped.
         loss_of: of the scores of some sequences, the part of the loss that is theirs, a tensor of one number; it is
             called once for each part, and its values are added. Each sequence is in one part. Divide by counts of the
             whole batch.
@@ -140,6 +140,9 @@ def plan_backward(
         return Plan(plan_parts(tree, budget), "kv")
     if wrapper.kind == "DeepSpeed":
         raise SharedPromptUnsupportedError("model", "no DeepSpeed engine, to be cut", "one")
+    if batch.images and wrapper.kind != "none":
+        expected = "text, to be cut inside of a wrapper, which waits for its tower in each pass"
+        raise SharedPromptUnsupportedError("batch", expected, ", ".join(batch.images))
     check_can_be_cut(model, batch)
     causal_lm = causal_lm_of(model)
     cut = functools.partial(plan_parts, tree, budget, kept=kept_cost(causal_lm), state=state_cost(causal_lm))

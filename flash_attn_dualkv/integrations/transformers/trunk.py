@@ -25,6 +25,8 @@ from ...layout import SharedPromptLayout
 from ...pieces import KeptKeys, PieceLayout, Stage
 from .admission.unwrap import causal_lm_of
 from .forward import scored_tokens
+from .images import image_rows
+from .packed_forward import packed_row
 from .rope import rope_of_ranks
 
 Keep = Literal["kv", "graph"]
@@ -99,6 +101,9 @@ class Pieces:
         self._begins = [*accumulate(cut.node_lens, initial=0)]
         distinct = batch.distinct
         self._targets = distinct.pick(batch.targets)
+        self._positions = batch.row_values.get("position_ids")
+        if batch.images and self._positions is None:
+            self._positions = packed_row(model, batch).inputs["position_ids"].squeeze(-2)
         # On the host, like everything that says which piece has what.
         self._rows = distinct.pick(batch.token_index).cpu()
         count = len(batch.token_index)
@@ -111,7 +116,7 @@ class Pieces:
     def _assign(self) -> None:
         """Which piece has which nodes, scored tokens and sequences."""
         pieces = [*walk(self.cut.pieces)]
-        numbers = {id(piece): number for number, piece in enumerate(pieces)}
+        numbers = self._numbers = {id(piece): number for number, piece in enumerate(pieces)}
         piece_of_node = torch.zeros(len(self.cut.node_lens), dtype=torch.int64)
         for number, piece in enumerate(pieces):
             piece_of_node[list(piece.nodes)] = number
@@ -124,7 +129,11 @@ class Pieces:
                 self.continued.add(above)
             nearest[node] = node if length else above
         ends = int64s(self._begins[1:])
-        owner = piece_of_node[torch.searchsorted(ends, self._rows, right=True)]
+
+        def owners(rows: Tensor) -> Tensor:
+            return piece_of_node[torch.searchsorted(ends, rows, right=True)]
+
+        owner = owners(self._rows)
         order = owner.argsort(stable=True)
         counts = owner.bincount(minlength=len(pieces)).tolist()
         scored = dict(zip(numbers, order.split(counts)))
@@ -133,13 +142,25 @@ class Pieces:
         held = [index for index, length in enumerate(lens) if length]
         lasts = [end - 1 for end, length in zip(accumulate(lens), lens) if length]
         rows = self.batch.rows_of(to_device([int64s(lasts)], self.batch.input_ids.device)[0]).cpu()
-        homes = piece_of_node[torch.searchsorted(ends, rows, right=True)].tolist()
+        homes = owners(rows).tolist()
         leaf = next(number for number, piece in enumerate(pieces) if not piece.parts)
         home_of = dict(zip(held, homes))
         sequences: list[list[int]] = [[] for _ in pieces]
         for index in range(len(lens)):
             sequences[home_of.get(index, leaf)].append(index)
         self._scored, self._sequences = scored, dict(zip(numbers, sequences))
+        self._groups = [-1] * self.batch.layout.num_groups  # of each group, the piece that has its images
+        if self.batch.images:
+            roots = [begin for begin, parent in zip(self._begins, self.cut.node_parents) if parent < 0]
+            rows = image_rows(self.model, self.batch).cpu()
+            groups = torch.searchsorted(int64s(roots), rows, right=True) - 1
+            for group, number in {*zip(groups.tolist(), owners(rows).tolist())}:
+                if self._groups[group] >= 0:
+                    expected = "one that has room for all images of a prompt in one pass"
+                    raise SharedPromptUnsupportedError(
+                        "max_tokens", expected, f"one that divides those of prompt {group}"
+                    )
+                self._groups[group] = number
 
     @property
     def outermost(self) -> Trunk:
@@ -167,14 +188,21 @@ class Pieces:
         targets = self._targets[scored.to(self._targets.device)]
         place = lens, self.cut.node_parents, nodes, kept_begins, kept_rows
         number, self.passes = self.passes, self.passes + 1
-        return number, self._row(index, rows, targets, *place, stage=stage, number=number)
+        place_of_piece = self._numbers[id(piece)]
+        images = {
+            name: tuple(value if home == place_of_piece else None for value, home in zip(values, self._groups))
+            for name, values in self.batch.group_images.items()
+        }
+        return number, self._row(index, rows, targets, *place, images=images, stage=stage, number=number)
 
     def score(self, row: PackedBatch) -> Scores:
         """Scores of the targets of a pass."""
         scores = scored_tokens(self.model, row, row.token_index, row.targets, ancestors=self.keys, **self.options)
         return scores if self.with_entropy else scores[:1]
 
-    def _row(self, index: Tensor, rows: Tensor, targets: Tensor, *place: Any, **options: Any) -> PackedBatch:
+    def _row(
+        self, index: Tensor, rows: Tensor, targets: Tensor, *place: Any, images: Any = None, **options: Any
+    ) -> PackedBatch:
         """The row of the pass over the rows `index` of the batch, whose `rows` score targets; others: `PieceLayout.of`.
 
         A pass that scores nothing runs the head over its first row: wrappers wait for the gradients of all parameters.
@@ -183,13 +211,15 @@ class Pieces:
         is_empty = not len(rows)
         index, rows = to_device([index, rows], device)
         ids, positions = (tensor.index_select(0, index) for tensor in (batch.input_ids, batch.position_ids))
+        given = self._positions
+        values = {} if given is None else {"position_ids": given.to(device).index_select(-1, index)}
         if is_empty:
             rows, targets = rows.new_zeros(1), targets.new_zeros(1)
         options |= dict(continued=self.continued, device=device, position_ids=positions, input_ids=ids)
         layout = PieceLayout.of(*place, **options)
         return replace(
             batch, input_ids=ids, position_ids=positions, layout=layout, token_index=rows, targets=targets,
-            own_labels=True, row_values={}, group_images={},
+            own_labels=True, row_values=values, group_images=images or {},
         )  # fmt: skip
 
     def run_dummy(self, *, with_gradients: bool) -> Tensor:
@@ -387,10 +417,6 @@ def check_can_be_cut(model: nn.Module, batch: PackedBatch) -> None:
     """SharedPromptError for a batch or a model whose row has to run in one pass."""
     if type(batch.layout) is not SharedPromptLayout:
         raise SharedPromptLayoutError("batch", "one with its own layout", type(batch.layout).__name__)
-    if batch.images or "position_ids" in batch.row_values:
-        expected = "text, to be cut"
-        got = ", ".join(batch.images) or "position_ids of several dimensions"
-        raise SharedPromptUnsupportedError("batch", expected, got)
     check_model_can_be_cut(model, batch.layout.max_sequence)
 
 
