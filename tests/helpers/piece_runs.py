@@ -11,8 +11,8 @@ import torch
 from tiny_models import check_equal, check_gradients, dualkv, gradients
 from torch import Tensor
 
-from flash_attn_dualkv import PackedBatch
-from flash_attn_dualkv.data.parts import Cut
+from flash_attn_dualkv import PackedBatch, pack_prefix_tree
+from flash_attn_dualkv.data.parts import Cut, Piece
 from flash_attn_dualkv.integrations.transformers import prompt_once
 
 
@@ -61,3 +61,19 @@ def compare(model: Any, batch: PackedBatch, tolerance: float = 1e-9, **options: 
     assert not found.logps.requires_grad and found.sequences == tuple(range(len(batch.response_lens)))
     check_equal(found.logps, logps, tolerance)
     check_gradients(gradients(model), expected, tolerance)
+
+
+# A prompt, one of whose responses ends; a turn after it that three answers continue.
+TURNS = [[*range(5, 25), *range(30, 39)]] + [
+    [*range(5, 25), *range(40, 70), *own] for own in ([80] * 6, [81] * 9, [82] * 4)
+]
+
+
+def turns() -> tuple[PackedBatch, Cut]:
+    """The answers are scored; and the cut with a trunk in a trunk."""
+    masks = [[0] * 20 + [int(len(own) < 30 or at >= 30) for at in range(len(own) - 20)] for own in TURNS]
+    batch = pack_prefix_tree(TURNS, loss_mask=masks, min_shared=1)
+    lens, parents = batch.layout.node_lens, batch.layout.node_parents
+    assert parents == (-1, 0, 0, 2, 2, 2)
+    pieces = (Piece((0,), (Piece((1,)), Piece((2,), (Piece((3, 4)), Piece((5,)))))),)
+    return batch, Cut(lens, parents, pieces)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuts import random_cut
 from hybrid_models import in_float64
-from piece_runs import compare, expected_of, losses, use_cut, whole
+from piece_runs import compare, expected_of, losses, turns, use_cut, whole
 from sweep import CAUSAL_LMS, any_model, largest_error
 from tiny_models import (
     EVERY_EXPERT,
@@ -66,22 +66,6 @@ def test_random_cuts(seed: int, keep: str, cuts: Callable[..., None]) -> None:
         cut = random_cut(draw, batch.layout.node_lens, batch.layout.node_parents, 3)
     cuts(cut, keep)
     compare(model, batch, with_entropy=bool(seed & 2), temperature=0.7)
-
-
-# A prompt, one of whose responses ends; a turn after it that three answers continue.
-TURNS = [[*range(5, 25), *range(30, 39)]] + [
-    [*range(5, 25), *range(40, 70), *own] for own in ([80] * 6, [81] * 9, [82] * 4)
-]
-
-
-def turns() -> tuple[PackedBatch, Cut]:
-    """The answers are scored; and the cut with a trunk in a trunk."""
-    masks = [[0] * 20 + [int(len(own) < 30 or at >= 30) for at in range(len(own) - 20)] for own in TURNS]
-    batch = pack_prefix_tree(TURNS, loss_mask=masks, min_shared=1)
-    lens, parents = batch.layout.node_lens, batch.layout.node_parents
-    assert parents == (-1, 0, 0, 2, 2, 2)
-    pieces = (Piece((0,), (Piece((1,)), Piece((2,), (Piece((3, 4)), Piece((5,)))))),)
-    return batch, Cut(lens, parents, pieces)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from piece_runs import expected_of, losses
 from processes import run_ranks
 from ranks import CPU, Setup, whole_gradients, wrap
 from tiny_models import TOLERANCES, Samples, Tolerance, check_equal, check_gradients, dualkv
+from tiny_models import gradients as gradients_of
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError
 from flash_attn_dualkv.data.parts import Cut, Piece
@@ -21,6 +22,7 @@ from flash_attn_dualkv.integrations.transformers import prompt_once
 
 PLAN = prompt_once.plan_backward
 SETUP = replace(CPU, dtype=torch.float64)
+EXPERTS = replace(CPU, name="qwen3_moe", shape=dict(num_experts_per_tok=2))
 HYBRID = replace(CPU, make="hybrid_models:hybrid_model", name=KINDS[0])
 ROWS = [Samples.random([(14, [5, 4, 6])], seed=1), Samples.random([(9, [3, 4]), (12, [7, 5, 2, 6])], seed=2)]
 
@@ -49,6 +51,9 @@ CASES = {
     "fsdp2, graph": ("trunks", "graph"),
     "fsdp2, graph and whole": ("whole", "graph"),
     "fsdp2, mixed precision": ("trunks", "kv"),
+    "ddp, experts": ("trunks", "kv"),
+    "fsdp2, experts": ("trunks", "kv"),
+    "fsdp2, experts and graph": ("whole", "graph"),
     "ddp, states": ("trunks", "kv"),
     "fsdp1, states": ("trunks", "kv"),
     "fsdp2, states": ("trunks", "kv"),
@@ -62,7 +67,18 @@ def batch_of(rank: int) -> PackedBatch:
 
 
 def setup_of(case: str) -> Setup:
-    return HYBRID if "states" in case else SETUP
+    return HYBRID if "states" in case else EXPERTS if "experts" in case else SETUP
+
+
+def model_of(rank: int, case: str, dtype: torch.dtype) -> Any:
+    model = setup_of(case).model(rank, dtype)
+    model.config.output_router_logits = "experts" in case
+    return model
+
+
+def loss_of(rank: int, case: str) -> Any:
+    of_tokens = losses(batch_of(rank))
+    return (lambda part: of_tokens(part) + part.balance) if "experts" in case else of_tokens
 
 
 def use_cut(rank: int, case: str) -> None:
@@ -83,9 +99,9 @@ def refused(rank: int, wrapped: Any, **options: Any) -> str:
 def _run_rank(rank: int, results: Any) -> None:
     for case in CASES:
         setup = setup_of(case)
-        model = setup.model(rank, torch.float32 if "mixed" in case else setup.dtype)
+        model = model_of(rank, case, torch.float32 if "mixed" in case else setup.dtype)
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
-        wrapped = wrap(model, case.split(", s")[0], torch.device("cpu"))
+        wrapped = wrap(model, case.split(", s")[0].split(", e")[0], torch.device("cpu"))
         if case == "ddp":
             results[rank, "graph"] = refused(rank, wrapped, max_tokens=100, keep="graph")
         if case in ("ddp", "fsdp2"):  # one rank alone has no plan
@@ -93,7 +109,7 @@ def _run_rank(rank: int, results: Any) -> None:
         use_cut(rank, case)
         for _ in range(2):  # what a pass leaves behind would be in the second
             wrapped.zero_grad()
-            found = dualkv.shared_prompt_backward(wrapped, batch_of(rank), losses(batch_of(rank)), max_tokens=1)
+            found = dualkv.shared_prompt_backward(wrapped, batch_of(rank), loss_of(rank, case), max_tokens=1)
         prompt_once.plan_backward = PLAN
         results[rank, case] = found.logps, {name: g.float() for name, g in whole_gradients(wrapped, model).items()}
 
@@ -105,18 +121,24 @@ def results() -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients(case: str) -> None:
+def test_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = results()
     setup = setup_of(case)
-    model = setup.model(0, setup.dtype)
+    model = model_of(0, case, setup.dtype)
+    monkeypatch.setattr(prompt_once, "plan_backward", PLAN)  # set again by `use_cut`
     tolerance = Tolerance(1e-9, 2e-6)
-    if setup is HYBRID:  # in float32
+    if setup is not SETUP:  # in float32
         tolerance = Tolerance(TOLERANCES[setup.dtype].value, 2e-5)
     if "mixed" in case:
         tolerance = Tolerance(5e-2, 0.2) if setup is HYBRID else Tolerance(3e-2, 8e-2)
     expected: dict[str, torch.Tensor] = {}
     for rank in range(2):
-        logps, gradients = expected_of(model, batch_of(rank))
+        if setup is EXPERTS:  # of parts, too, but by one process
+            use_cut(rank, case)
+            logps = dualkv.shared_prompt_backward(model, batch_of(rank), loss_of(rank, case), max_tokens=1).logps
+            gradients = gradients_of(model)
+        else:
+            logps, gradients = expected_of(model, batch_of(rank))
         check_equal(found[rank, case][0].to(logps.dtype), logps, tolerance.value)
         for name, gradient in gradients.items():
             expected[name] = expected.get(name, 0) + gradient.float() / 2

@@ -69,7 +69,7 @@ class _InsertTails(torch.autograd.Function):
         tails = ctx.tails
         out = functional.pad(gradient.index_select(0, tails.own), (0, 0, 0, ctx.given))
         if tails.sources.numel():
-            copies = _sum_runs(gradient.index_select(0, tails.copies), tails.counts)
+            copies = sum_runs(gradient.index_select(0, tails.copies), tails.counts)
             together = copies + out.index_select(0, tails.sources)
             out.index_copy_(0, tails.sources, together.to(out.dtype))
         return out, None
@@ -84,11 +84,11 @@ class _HandOn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (children,) = ctx.saved_tensors
-        sums = _sum_runs(gradient.flatten(1), children).unflatten(1, gradient.shape[1:])
+        sums = sum_runs(gradient.flatten(1), children).unflatten(1, gradient.shape[1:])
         return sums.to(gradient.dtype), None, None
 
 
-def _sum_runs(values: Tensor, lengths: Tensor) -> Tensor:
+def sum_runs(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums (p, C) of runs of rows of (n, C), lengths (p,) of them, in float32 or wider, one after the other."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32)).contiguous()
     return torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
@@ -20,14 +21,15 @@ from torch import Tensor, nn
 
 from ... import checks
 from ...data.batch import PackedBatch
-from ...errors import SharedPromptError, SharedPromptTypeError
+from ...errors import SharedPromptError, SharedPromptTypeError, SharedPromptUnsupportedError
 from ...host import to_device, untraced
 from ...parallel.sharded import DividedLayout, check_divided, same_on_all_ranks
-from ...pieces import KeptKeys
+from ...pieces import KeptKeys, PieceLayout
 from ...scores import rows_of_a_chunk, score_in_chunks
 from ..common.buffers import unchanged_buffers
+from ..recurrences.rows import sum_runs
 from .admission import check, table, unwrap
-from .packed_forward import packed_forward, packed_row
+from .packed_forward import LAYOUT, packed_forward, packed_row
 from .zero3 import already_gathered, gathered_modules, head_modules, score_gathered
 
 Head = Callable[[Tensor], Tensor]  # (m, D) -> (m, vocabulary)
@@ -282,6 +284,16 @@ def check_forward(causal_lm: Any) -> str:
     return name
 
 
+def check_router_losses(causal_lm: Any) -> None:
+    """Refuse models whose routers' losses are not those of `load_balancing_loss_func`, or would have no gradients."""
+    files = [sys.modules.get(kind.__module__) for kind in type(causal_lm).__mro__]  # FSDP 2 derives a class
+    if not any(hasattr(file, "load_balancing_loss_func") for file in files):
+        expected = "a load_balancing_loss_func for output_router_logits"
+        raise SharedPromptUnsupportedError("model", expected, type(causal_lm).__name__)
+    if torch.is_grad_enabled() and any(map(table.is_reentrant, causal_lm.modules())):
+        raise SharedPromptError("use_reentrant", "False, or the gradients of routers' losses would be lost", True)
+
+
 def check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
     """SharedPromptError for token ids that have no row: on a GPU the embedding would only say "device-side assert"."""
     # Inside of PEFT's adapters of embeddings.
@@ -328,8 +340,22 @@ class _Scorer:
             return result
 
         scores = score_gathered(gathered, lambda hidden: self.score(logits, hidden, rows), hidden)
+        layout, routed = inputs.get(LAYOUT), getattr(output, "router_logits", None)
+        if isinstance(layout, PieceLayout) and routed:
+            scores = (*scores, self._expert_sums(routed, layout.own_lens))
         self.kept[:] = [one.to(self.rows.device) for one in scores]
         return tuple(self.kept)
+
+    def _expert_sums(self, logits: Sequence[Tensor], lens: Sequence[int]) -> Tensor:
+        """(n, 2, E) of n nodes the sums, over rows and layers, of routers' probabilities and of chosen experts."""
+        check_router_losses(self.causal_lm)
+        sums: list[Tensor] = []
+        for layer in logits:
+            probabilities = layer.softmax(-1, dtype=torch.promote_types(layer.dtype, torch.float32))
+            chosen = probabilities.detach().topk(self.causal_lm.num_experts_per_tok).indices
+            both = torch.cat([probabilities, torch.zeros_like(probabilities).scatter_(1, chosen, 1)], 1)
+            sums.append(sum_runs(both, torch.tensor(lens, device=layer.device)).unflatten(1, (2, -1)))
+        return torch.stack([own.to(sums[0].device) for own in sums]).sum(0)
 
     def _run_backbone(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""

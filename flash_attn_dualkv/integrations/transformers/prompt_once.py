@@ -141,7 +141,7 @@ def plan_backward(
     if wrapper.kind == "DeepSpeed":
         raise SharedPromptUnsupportedError("model", "no DeepSpeed engine, to be cut", "one")
     if batch.images and wrapper.kind != "none":
-        expected = "text, to be cut inside of a wrapper, which waits for its tower in each pass"
+        expected = "text, to be cut inside of a wrapper"
         raise SharedPromptUnsupportedError("batch", expected, ", ".join(batch.images))
     check_can_be_cut(model, batch)
     causal_lm = causal_lm_of(model)
@@ -342,7 +342,8 @@ class _Backward:
 
     def _passes(self) -> Generator[None, None, None]:
         """Run pass after pass of this rank."""
-        if self.plan.cut.is_whole:
+        balances = getattr(text_config(causal_lm_of(self.model).config), "output_router_logits", False)
+        if self.plan.cut.is_whole and not balances:
             with self._context():
                 self._give(self._whole())
             yield
@@ -370,7 +371,7 @@ class _Backward:
 
     def _loss(self, part: PartScores) -> Tensor:
         entropy = None if part.entropy is None else part.entropy.detach()
-        self._found.append(replace(part, logps=part.logps.detach(), entropy=entropy, own=()))
+        self._found.append(replace(part, logps=part.logps.detach(), entropy=entropy, balance=None, own=()))
         return checked_loss(self._loss_of(part))
 
     def _give(self, part: PartScores) -> None:
@@ -381,7 +382,7 @@ class _Backward:
         logps, entropy = shared_prompt_forward(self.model, self.batch, **self.options)
         lens, scores = self.batch.response_lens, (logps,) if entropy is None else (logps, entropy)
         tokens = torch.arange(len(logps), device=logps.device)
-        return PartScores(tuple(range(len(lens))), tokens, lens, logps, entropy, scores)
+        return PartScores(tuple(range(len(lens))), tokens, lens, logps, entropy, own=scores)
 
     def _dummy(self, letter: str, dummies: list[Tensor]) -> None:
         if letter == "R":

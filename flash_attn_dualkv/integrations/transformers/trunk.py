@@ -7,6 +7,7 @@ kept without a graph, their gradients are summed over parts, and the trunk's las
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ...data.parts import Cut, Piece, walk
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...host import int64s, runs, to_device
 from ...layout import SharedPromptLayout
+from ...nodes import with_ancestors
 from ...pieces import KeptKeys, PieceLayout, Stage
 from .admission.unwrap import causal_lm_of
 from .forward import scored_tokens
@@ -30,7 +32,8 @@ from .packed_forward import packed_row
 from .rope import rope_of_ranks
 
 Keep = Literal["kv", "graph"]
-Scores = tuple[Tensor, ...]  # log-probabilities and entropies, (n,) each
+# Log-probabilities and entropies, (n,) each; of models that balance experts, (nodes, 2, E) sums.
+Scores = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class PartScores:
         response_lens: of each sequence, how many of its tokens are scored.
         logps: (sum R,) of these tokens.
         entropy: (sum R,), or None.
+        balance: the loss that balances experts, a number, for a model whose configuration has `output_router_logits`:
+            that of its `load_balancing_loss_func` for these sequences, each with a copy of what it shares. None for
+            other models.
         own: scores of all that the pass itself has scored, for `root_of`.
     """
 
@@ -51,6 +57,7 @@ class PartScores:
     response_lens: tuple[int, ...]
     logps: Tensor
     entropy: Tensor | None = None
+    balance: Tensor | None = None
     own: Scores = ()
 
     def unpack(self, values: Tensor, *, fill: float = 0.0) -> Tensor:
@@ -143,6 +150,7 @@ class Pieces:
         lasts = [end - 1 for end, length in zip(accumulate(lens), lens) if length]
         rows = self.batch.rows_of(to_device([int64s(lasts)], self.batch.input_ids.device)[0]).cpu()
         homes = owners(rows).tolist()
+        self._last_nodes = dict(zip(held, torch.searchsorted(ends, rows, right=True).tolist()))
         leaf = next(number for number, piece in enumerate(pieces) if not piece.parts)
         home_of = dict(zip(held, homes))
         sequences: list[list[int]] = [[] for _ in pieces]
@@ -156,7 +164,7 @@ class Pieces:
             groups = torch.searchsorted(int64s(roots), rows, right=True) - 1
             for group, number in {*zip(groups.tolist(), owners(rows).tolist())}:
                 if self._groups[group] >= 0:
-                    expected = "one that has room for all images of a prompt in one pass"
+                    expected = "room for all images of a prompt"
                     raise SharedPromptUnsupportedError(
                         "max_tokens", expected, f"one that divides those of prompt {group}"
                     )
@@ -198,7 +206,7 @@ class Pieces:
     def score(self, row: PackedBatch) -> Scores:
         """Scores of the targets of a pass."""
         scores = scored_tokens(self.model, row, row.token_index, row.targets, ancestors=self.keys, **self.options)
-        return scores if self.with_entropy else scores[:1]
+        return scores if self.with_entropy else (scores[0], *scores[2:])
 
     def _row(
         self, index: Tensor, rows: Tensor, targets: Tensor, *place: Any, images: Any = None, **options: Any
@@ -229,16 +237,36 @@ class Pieces:
             row = self._row(none.new_zeros(1), none, self._targets[:0], [1], [-1], [0], {}, 0, number=-1)
             return root_of(None, self.score(row))
 
-    def part_scores(self, piece: Piece, leaves: Scores, scores: Scores) -> PartScores:
-        """Scores of the sequences that end in a piece, from leaves of trunks above and what the piece scores."""
+    def part_scores(self, piece: Piece, leaves: Scores, scores: Scores, above: Sequence[int]) -> PartScores:
+        """Scores of the sequences that end in a piece, from leaves of trunks above and what the piece scores.
+
+        `above`: nodes of these leaves that are of nodes.
+        """
         sequences = self.sequences_of(piece)
         lens = [self.batch.response_lens[index] for index in sequences]
         tokens, found = self.gathered(piece, leaves, scores)
-        return PartScores(tuple(sequences), tokens, tuple(lens), found[0], found[1] if len(found) > 1 else None, scores)
+        entropy = found[1] if len(found) > 1 else None
+        balance = None if scores[-1].dim() == 1 else self._balance(piece, [*leaves, scores[-1]][-2:], above)
+        return PartScores(tuple(sequences), tokens, tuple(lens), found[0], entropy, balance, scores)
+
+    def _balance(self, piece: Piece, sums: Sequence[Tensor], above: Sequence[int]) -> Tensor:
+        """The loss of routers over a piece's sequences, from sums of nodes above, if there are any, and of its own."""
+        parents, uses = self.cut.node_parents, Counter[int]()
+        for index in self.sequences_of(piece):
+            node = self._last_nodes.get(index, -1)
+            while node >= 0:
+                uses[node] += 1
+                node = parents[node]
+        together = torch.cat([*sums[-1 - bool(above) :]])
+        weights = together.new_tensor([uses[node] for node in (*above, *with_ancestors(parents, piece.nodes))])
+        probabilities, chosen = (together * weights[:, None, None]).sum(0)
+        tokens = probabilities.detach().sum().round().clamp(min=1)
+        return len(chosen) * ((chosen / tokens).detach() * (probabilities / tokens)).sum()
 
     def gathered(self, piece: Piece, leaves: Scores, scores: Scores) -> tuple[Tensor, list[Tensor]]:
         """Which scored tokens a piece's sequences have, and the scores of these, (sum R,) each."""
         sequences, scored = self.sequences_of(piece), self.scored_in(piece)
+        leaves, scores = (tuple(score for score in own if score.dim() == 1) for own in (leaves, scores))
         above = len(leaves[0]) if leaves else 0
         self.where[scored] = torch.arange(above, above + len(scored))
         lens = [self.batch.response_lens[index] for index in sequences]
@@ -275,6 +303,8 @@ class Trunk:
             self.begins[node] = self.rows
             self.rows += pieces.cut.node_lens[node]
         self.leaves: Scores = ()  # of this trunk and those above
+        self._nodes_above: list[int] = [] if above is None else above._nodes
+        self._nodes: list[int] = [*self._nodes_above]  # of leaves that are of nodes
         self._own_leaves: Scores = ()
         self._graph: Scores = ()
         self._last_pass = -1
@@ -311,7 +341,9 @@ class Trunk:
             torch.clear_autocast_cache()
         # Scores behind those of the trunk are of a row that only wrappers want.
         scored = len(pieces.scored_in(self.piece))
-        self._own_leaves = tuple(score.detach()[:scored].requires_grad_() for score in scores)
+        own = (score.detach() for score in scores)
+        self._own_leaves = tuple((score[:scored] if score.dim() == 1 else score).requires_grad_() for score in own)
+        self._nodes += with_ancestors(pieces.cut.node_parents, self.piece.nodes)
         above = self._leaves_above
         offset = len(above[0]) if above else 0
         pieces.where[pieces.scored_in(self.piece)] = torch.arange(offset, offset + scored)
@@ -330,7 +362,7 @@ class Trunk:
             SharedPromptError: the trunk's keys are not there, or the part has run.
         """
         number, row = self.begin(index)
-        yield self._pieces.part_scores(self.piece.parts[index], self.leaves, self._pieces.score(row))
+        yield self._pieces.part_scores(self.piece.parts[index], self.leaves, self._pieces.score(row), self._nodes)
         self.end(index, number)
 
     def begin(self, index: int) -> tuple[int, PackedBatch]:
@@ -370,7 +402,7 @@ class Trunk:
             self._last_pass, scores = self._run("inject")
         loss = None
         if sequences and loss_of is not None:
-            loss = checked_loss(loss_of(pieces.part_scores(self.piece, self._leaves_above, scores)))
+            loss = checked_loss(loss_of(pieces.part_scores(self.piece, self._leaves_above, scores, self._nodes_above)))
         self._state = "finished"
         return root_of(loss, scores, [leaf.grad for leaf in self._own_leaves])
 

@@ -159,12 +159,17 @@ def check_checkpoints(model: nn.Module) -> None:
         # Before transformers 5 they have a projection, and use it unless there is a cache.
         if not getattr(attention, "is_kv_shared_layer", False) or hasattr(attention, "k_proj"):
             continue
-        if layer.training and getattr(layer, "gradient_checkpointing", False):
-            options = getattr(layer._gradient_checkpointing_func, "keywords", {})
-            if options.get("use_reentrant") is not False:
-                expected = "False for layers that attend to the keys of earlier ones, whose gradients would be lost"
-                advice = "; model.gradient_checkpointing_enable(dict(use_reentrant=False))"
-                raise SharedPromptError(explain("use_reentrant", expected, options.get("use_reentrant")) + advice)
+        if is_reentrant(layer):
+            expected = "False for layers that attend to the keys of earlier ones, whose gradients would be lost"
+            advice = "; model.gradient_checkpointing_enable(dict(use_reentrant=False))"
+            raise SharedPromptError(explain("use_reentrant", expected, True) + advice)
+
+
+def is_reentrant(layer: Any) -> bool:
+    """True if a checkpoint loses the gradients of what a layer neither is given nor returns."""
+    is_checkpointed = layer.training and getattr(layer, "gradient_checkpointing", False)
+    options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
+    return is_checkpointed and options.get("use_reentrant") is not False
 
 
 # Positions
