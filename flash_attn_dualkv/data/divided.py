@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Micro-batches of a trainer that divide trees, with what they have in common in trunks that run once.
 
-    lonely, trees = divided_trees(tree, micro_batches)
+    divided = divided_trees(tree, micro_batches, Trunks())
 
 `plan_parts` chooses parts by a budget; here they are given, as trainers count samples or take other micro-batches, too.
 """
@@ -9,272 +9,253 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from ..errors import SharedPromptError
-from .parts import TILE, Cut, Piece, walk
+from .parts import TILE, Cut, Run, Runs, cut_of, walk
 from .prefix_tree import PrefixTree
 from .split import split_by_token_budget
 
 # Of a trunk's row, where a part's costs 1: a forward, a recomputed one and a backward of twice its
 # work are 4, and the trunk's first forward is 1 more.
 PASSES = 1.25
+# A node of the tree that grows: on its path, each node that was given and the first of the micro-batches that have it.
+# Sorted, these are depth first.
+_Key: TypeAlias = "tuple[tuple[int, int], ...]"
+
+
+class Trunks(NamedTuple):
+    """Which trunks are kept.
+
+    Attributes:
+        kept: how many rows' memory the kept keys of a row take.
+        least_ratio: a trunk must make the work of its micro-batches so many times less.
+        passes: what a trunk's row costs, where a part's costs 1; 1 without gradients.
+        is_bounded: no pass has more rows than the largest micro-batch, with what is kept for it.
+        in_order: parts run in the order of their micro-batches: a single trunk has all that micro-batches which share
+            anything have in common, and each of them has some of it. Else a trunk is a path of nodes that all samples
+            of its micro-batches have, and continues others.
+    """
+
+    kept: float = 1.0
+    least_ratio: float = 1.0
+    passes: float = PASSES
+    is_bounded: bool = False
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
-class DividedTree:
-    """Micro-batches, each of which is a part of one cut.
+class DividedTrees:
+    """Micro-batches that are parts of a cut, and those that stay as they are.
 
     Attributes:
-        numbers: of the micro-batches, in the order in which their parts run.
-        sequences: of each of these, in their tree's order of nodes.
+        lonely: numbers of micro-batches that are no parts.
+        numbers: of those that are, in the order in which their parts run, trees of most parts first.
+        sequences: of each of these.
         tree: of all of these sequences, one micro-batch after the other. Nodes that no trunk has are copied.
         cut: of the tree. No sequence needs a trunk's own loss: those that end in one are a part's.
     """
 
+    lonely: tuple[int, ...]
     numbers: tuple[int, ...]
     sequences: tuple[tuple[int, ...], ...]
     tree: PrefixTree
     cut: Cut
 
-    def most_rows(self, kept: float) -> int:
-        """Rows of the largest pass, with `kept` rows for each that is kept above it or is its own trunk's."""
 
-        def most(pieces: Sequence[Piece], above: int) -> float:
-            sizes = [sum(self.cut.node_lens[node] for node in piece.nodes) for piece in pieces]
-            own = [size * (1 + kept * bool(piece.parts)) + kept * above for size, piece in zip(sizes, pieces)]
-            return max([*own, *(most(piece.parts, above + size) for size, piece in zip(sizes, pieces) if piece.parts)])
-
-        return int(most(self.cut.pieces, 0))
-
-    @property
-    def trunk_rows(self) -> int:
-        """Rows that run twice where there are gradients."""
-        trunks = (piece for piece in walk(self.cut.pieces) if piece.parts)
-        return sum(self.cut.node_lens[node] for piece in trunks for node in piece.nodes)
-
-
-@dataclass
-class _Trunk:
-    """Nodes below each other, and what continues them: numbers of micro-batches, and trunks."""
+class _Trunk(NamedTuple):
+    """Nodes in trunks, and what continues them: numbers of micro-batches, and trunks."""
 
     nodes: list[int]
     items: list[int | _Trunk]
 
 
 def divided_trees(
-    tree: PrefixTree, micro_batches: Sequence[Sequence[int]], *, least_ratio: float = 1.0, passes: float = PASSES,
-    max_tokens: float | None = None, kept: float = 1.0,
-) -> tuple[list[int], list[DividedTree]]:  # fmt: skip
-    """Micro-batches that stay as they are, by number, and those that continue trunks: trees of most parts first.
-
-    A trunk is a path of nodes that all samples of at least two micro-batches have in common.
+    tree: PrefixTree, micro_batches: Sequence[Sequence[int]], trunks: Trunks, max_tokens: float | None = None
+) -> DividedTrees:
+    """Micro-batches that continue trunks, and others.
 
     Args:
         tree: of sequences.
         micro_batches: sequences of each, no sequence twice.
-        least_ratio: a trunk must make the work of its micro-batches so many times less.
-        passes: what a trunk's row costs, where a part's costs 1; 1 without gradients.
+        trunks: which are kept.
         max_tokens: rows of a pass with what is kept for it. Trunks for which that is too little run in several, cut at
-            multiples of 384 rows. None: any.
-        kept: how many rows' memory the kept keys of a row take.
+            multiples of 384 rows. None: any, or as many as `trunks` allow.
     """
-    planner = _Planner(tree, micro_batches, least_ratio, passes)
+    planner = _Planner(tree, micro_batches, trunks, max_tokens)
     lonely: list[int] = []
-    found: list[DividedTree] = []
-    for item in planner.below([*range(len(micro_batches))], 0):
-        divided = None if isinstance(item, int) else planner.divided(item, max_tokens, kept)
-        if divided is None:
-            lonely += [item] if isinstance(item, int) else planner.numbers([item])
+    numbers: list[int] = []
+    pieces: list[Runs] = []
+    items = planner.below([*range(len(micro_batches))], frozenset())
+    for item in sorted(items, key=lambda item: -len(_numbers([item]))):
+        found = None
+        if isinstance(item, _Trunk):
+            with suppress(SharedPromptError):  # a pass has no room
+                found = planner.trunk(item, {-1: ()}, 0.0)
+        if found is None:
+            lonely += _numbers([item])
         else:
-            found.append(divided)
-    return sorted(lonely), sorted(found, key=lambda divided: -len(divided.numbers))
+            numbers += _numbers([item])
+            pieces.append(found)
+    sequences = tuple(tuple(micro_batches[number]) for number in numbers)
+    grown, cut = planner.grown(pieces, [index for chosen in sequences for index in chosen])
+    return DividedTrees(tuple(sorted(lonely)), tuple(numbers), sequences, grown, cut)
+
+
+def linked(sets: Iterable[Collection[Hashable]]) -> list[list[int]]:
+    """The places of sets that have something in common, directly or by way of others; in the order of their firsts."""
+    found: list[tuple[set[Hashable], list[int]]] = []
+    for place, members in enumerate(sets):
+        own, places = {*members}, [place]
+        apart = [cluster for cluster in found if cluster[0].isdisjoint(own)]
+        for others, before in found:
+            if not others.isdisjoint(own):
+                own, places = own | others, before + places
+        found = [*apart, (own, sorted(places))]
+    return sorted(places for _, places in found)
+
+
+def _numbers(items: Iterable[int | _Trunk]) -> list[int]:
+    """The micro-batches below."""
+    return [number for item in items for number in (_numbers(item.items) if isinstance(item, _Trunk) else [item])]
 
 
 class _Planner:
     def __init__(
-        self, tree: PrefixTree, micro_batches: Sequence[Sequence[int]], least_ratio: float, passes: float
+        self, tree: PrefixTree, micro_batches: Sequence[Sequence[int]], trunks: Trunks, max_tokens: float | None
     ) -> None:
-        self.tree, self.passes, self.least = tree, passes, 1 - 1 / max(1.0, least_ratio)
-        self.samples = [sorted(chosen, key=lambda index: (tree.leaves[index], index)) for chosen in micro_batches]
-        self.rows = [sum(self.held(chosen, ()).values()) for chosen in micro_batches]
-        self.common = [*map(self._common, micro_batches)]
+        self.tree, self.micro_batches, self.trunks = tree, micro_batches, trunks
+        self.least = 1 - 1 / max(1.0, trunks.least_ratio)
+        taken = [*map(tree.held, micro_batches)]
+        self.held, self.lowest = [held for held, _ in taken], [lowest for _, lowest in taken]
+        self.rows = [sum(held.values()) for held in self.held]
+        self.inner = [*map(self._inner, micro_batches, self.held)]
+        self.leaves: dict[int, _Key] = {}  # of sequences
+        if max_tokens is None:
+            max_tokens = max(self.rows, default=0) if trunks.is_bounded else float("inf")
+        self.max_tokens = max_tokens
 
-    def lowest(self, index: int) -> int:
-        """The node with a sequence's last token."""
-        node = self.tree.leaves[index]
-        while node >= 0 and self.tree.begins[node] >= self.tree.sequence_lens[index]:
-            node = self.tree.node_parents[node]
-        return node
+    def _inner(self, chosen: Sequence[int], held: Mapping[int, int]) -> set[int]:
+        """The nodes of a micro-batch that a trunk may have, above rows of it."""
+        parents = {self.tree.node_parents[node] for node in held} - {-1}
+        if self.trunks.in_order:
+            return parents
+        return parents.intersection(*(self.tree.held([index])[0] for index in chosen))
 
-    def path(self, node: int) -> list[int]:
-        """The nodes from the root to a node."""
-        found = []
-        while node >= 0:
-            found.append(node)
-            node = self.tree.node_parents[node]
-        return found[::-1]
-
-    def _common(self, chosen: Sequence[int]) -> list[int]:
-        """The nodes that all samples of a micro-batch have, above rows that one of them has behind these."""
-        ends = {self.lowest(index) for index in chosen}
-        paths = [self.path(node) for node in ends]
-        common = [nodes[0] for nodes in zip(*paths) if len({*nodes}) == 1]
-        return [node for node in common if {*ends} != {node}]
-
-    def held(self, chosen: Sequence[int], above: Sequence[int]) -> dict[int, int]:
-        """The nodes of some sequences below those above, and how many rows of each they have."""
-        tree, rows, known = self.tree, dict[int, int](), {*above, -1}
-        for index in chosen:
-            node = self.lowest(index)
-            while node not in known:
-                own = min(tree.node_lens[node], tree.sequence_lens[index] - tree.begins[node])
-                rows[node] = max(own, rows.get(node, 0))
-                node = tree.node_parents[node]
-        return rows
-
-    def numbers(self, items: Sequence[int | _Trunk]) -> list[int]:
-        """The micro-batches below."""
-        return [
-            number
-            for item in items
-            for number in ([item] if isinstance(item, int) else self.numbers(item.items))
-        ]  # fmt: skip
-
-    def below(self, numbers: Sequence[int], depth: int) -> list[int | _Trunk]:
-        """What continues a node that all samples of these micro-batches have."""
+    def below(self, numbers: Sequence[int], above: frozenset[int]) -> list[int | _Trunk]:
+        """What continues nodes that all samples of these micro-batches have."""
         parts: list[int | _Trunk] = []
         trunks: list[int | _Trunk] = []
-        groups: dict[int, list[int]] = {}
-        for number in numbers:
-            common = self.common[number]
-            groups.setdefault(common[depth] if len(common) > depth else -1, []).append(number)
-        for node, own in groups.items():
-            if node < 0 or len(own) < 2:
+        for cluster in linked(self.inner[number] - above for number in numbers):
+            own = [numbers[place] for place in cluster]
+            if len(own) < 2:
                 parts += own
                 continue
-            inner = self.below(own, depth + 1)
-            if len(inner) == 1 and isinstance(inner[0], _Trunk):
-                trunks.append(_Trunk([node, *inner[0].nodes], inner[0].items))
-            elif self._pays(node, len(inner), own):
-                trunks.append(_Trunk([node], inner))
-            else:  # copied, for each trunk below it as well
-                parts += [item for item in inner if isinstance(item, int)]
-                trunks += [_Trunk([node, *item.nodes], item.items) for item in inner if isinstance(item, _Trunk)]
+            counts = Counter(node for number in own for node in self.inner[number] - above)
+            least = 2 if self.trunks.in_order else len(own)
+            nodes = sorted(node for node, count in counts.items() if count >= least)
+            inner = self.below(own, above.union(nodes))
+            if self._pays(nodes, inner, own):
+                trunks.append(_Trunk(nodes, inner))
+                continue
+            for item in inner:  # the nodes are copied, for each trunk below them as well
+                if isinstance(item, _Trunk):
+                    trunks.append(_Trunk([*nodes, *item.nodes], item.items))
+                else:
+                    parts.append(item)
         return parts + trunks
 
-    def _pays(self, node: int, count: int, numbers: Sequence[int]) -> bool:
-        saved = (count - self.passes) * self.tree.node_lens[node]
+    def _pays(self, nodes: Sequence[int], items: Sequence[int | _Trunk], numbers: Sequence[int]) -> bool:
+        if any(self.held[number].keys() <= {*nodes} for number in numbers):  # no rows are left for a part
+            return False
+        copies = Counter(node for item in items for node in self.inner[_numbers([item])[0]])
+        saved = sum((copies[node] - self.trunks.passes) * self.tree.node_lens[node] for node in nodes)
         return saved > 0 and saved >= self.least * sum(self.rows[number] for number in numbers)
 
-    def divided(self, trunk: _Trunk, max_tokens: float | None, kept: float) -> DividedTree | None:
-        """The tree of a trunk's micro-batches, and its cut; None if a pass has no room."""
-        grown = _Grown(self, max_tokens, kept)
-        pieces = grown.trunk(trunk, {-1: -1}, 0)
-        if pieces is None:
-            return None
-        numbers = self.numbers([trunk])
-        sequences = tuple(tuple(self.samples[number]) for number in numbers)
-        order = [index for chosen in sequences for index in chosen]
-        leaves = tuple(grown.leaves[index] for index in order)
-        lens = tuple(self.tree.sequence_lens[index] for index in order)
-        tree = PrefixTree(tuple(grown.lens), tuple(grown.parents), leaves, lens, self.tree.boundary)
-        cut = Cut(tuple(grown.run_lens), tuple(grown.run_parents), (pieces,))
-        divided = DividedTree(tuple(numbers), sequences, tree, cut)
-        return divided if max_tokens is None or divided.most_rows(kept) <= max_tokens else None
+    def trunk(self, trunk: _Trunk, above: Mapping[int, _Key], kept: float) -> Runs:
+        """The pieces of a trunk, one below the other, and of all that continues it.
 
+        Args:
+            trunk: which.
+            above: the nodes that grow, by those that were given.
+            kept: rows above.
 
-@dataclass
-class _Grown:
-    """A tree that grows depth first, and the runs of rows that its nodes are cut into."""
-
-    planner: _Planner
-    max_tokens: float | None
-    kept: float
-    lens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    leaves: dict[int, int] = field(default_factory=dict)  # of sequences
-    run_lens: list[int] = field(default_factory=list)
-    run_parents: list[int] = field(default_factory=list)
-    lasts: dict[int, int] = field(default_factory=lambda: {-1: -1})  # of each node the last run
-
-    def _node(self, length: int, parent: int) -> int:
-        self.lens.append(length)
-        self.parents.append(parent)
-        node = len(self.lens) - 1
-        self.lasts[node] = self.lasts[parent]
-        return node
-
-    def _run(self, length: int, node: int) -> int:
-        self.run_lens.append(length)
-        self.run_parents.append(self.lasts[node])
-        self.lasts[node] = len(self.run_lens) - 1
-        return self.lasts[node]
-
-    def trunk(self, trunk: _Trunk, above: dict[int, int], kept: int) -> Piece | None:
-        """The pieces of a trunk, one below the other, and of all that continues it; `above`: nodes by the old ones."""
-        tree, places = self.planner.tree, dict(above)
-        passes: list[list[int]] = [[]]
+        Raises:
+            SharedPromptError: a pass has no room.
+        """
+        places = self._grow(trunk.nodes, _numbers([trunk])[0], above)
+        passes: list[list[Run]] = [[]]
         rows = 0  # of the last of them
-        for old in trunk.nodes:
-            node = places[old] = self._node(tree.node_lens[old], places[tree.node_parents[old]])
-            left = tree.node_lens[old]
-            while True:
-                room = self._room(kept) - rows
-                taken = left if left <= room else max(0, int(room) // TILE * TILE)
-                if taken or not left:
-                    passes[-1].append(self._run(taken, node))
-                rows, left = rows + taken, left - taken
-                if not left:
-                    break
-                if not passes[-1]:
-                    return None
-                passes.append([])
-                kept, rows = kept + rows, 0
+        for node in trunk.nodes:
+            begin, end, length = 0, -1, self.tree.node_lens[node]
+            while end < length:
+                room = (self.max_tokens - self.trunks.kept * kept) / (1 + self.trunks.kept) - rows
+                end = length if length - begin <= room else begin + max(0, int(room) // TILE * TILE)
+                if end > begin or not length:
+                    passes[-1].append(Run(places[node], begin, end))
+                rows, begin = rows + end - begin, end
+                if end < length:
+                    if not passes[-1]:
+                        raise SharedPromptError("max_tokens", "more, for a trunk", self.max_tokens)
+                    passes.append([])
+                    kept, rows = kept + rows, 0
         kept += rows
-        parts: list[Piece] = []
-        for item in trunk.items:
-            piece = self._part(item, places) if isinstance(item, int) else self.trunk(item, places, kept)
-            if piece is None:
-                return None
-            parts.append(piece)
+        parts = [
+            self.trunk(item, places, kept) if isinstance(item, _Trunk) else self._part(item, places, kept)
+            for item in trunk.items
+        ]
         for own in reversed(passes):
-            parts = [Piece(tuple(own), tuple(parts))]
+            parts = [Runs(own, parts)]
         return parts[0]
 
-    def _room(self, kept: int) -> float:
-        if self.max_tokens is None:
-            return float("inf")
-        return (self.max_tokens - self.kept * kept) / (1 + self.kept)
+    def _part(self, number: int, above: Mapping[int, _Key], kept: float) -> Runs:
+        held = {node: rows for node, rows in self.held[number].items() if node not in above}
+        if sum(held.values()) + self.trunks.kept * kept > self.max_tokens:
+            raise SharedPromptError("max_tokens", "more, for a part", self.max_tokens)
+        places = self._grow(held, number, above)
+        self.leaves |= {index: places[node] for index, node in zip(self.micro_batches[number], self.lowest[number])}
+        return Runs([Run(places[node], 0, rows) for node, rows in held.items()], [])
 
-    def _part(self, number: int, above: dict[int, int]) -> Piece:
-        chosen, places = self.planner.samples[number], dict(above)
-        own = []
-        for old, length in sorted(self.planner.held(chosen, [*above]).items()):
-            places[old] = self._node(length, places[self.planner.tree.node_parents[old]])
-            own.append(self._run(length, places[old]))
-        for index in chosen:
-            self.leaves[index] = places[self.planner.lowest(index)]
-        return Piece(tuple(own))
+    def _grow(self, nodes: Iterable[int], copy: int, above: Mapping[int, _Key]) -> dict[int, _Key]:
+        places = dict(above)
+        for node in nodes:
+            places[node] = (*places[self.tree.node_parents[node]], (node, copy))
+        return places
+
+    def grown(self, pieces: list[Runs], sequences: Sequence[int]) -> tuple[PrefixTree, Cut]:
+        """The tree that has grown for some sequences, and its cut."""
+        lens: dict[_Key, int] = {}
+        for piece in walk(pieces):
+            lens |= {run.node: max(run.end, lens.get(run.node, 0)) for run in piece.own}
+        order = sorted(lens)
+        places = {node: place for place, node in enumerate(order)} | {(): -1}
+        tree = PrefixTree(
+            tuple(lens[node] for node in order),
+            tuple(places[node[:-1]] for node in order),
+            tuple(places[self.leaves[index]] for index in sequences),
+            tuple(self.tree.sequence_lens[index] for index in sequences),
+            self.tree.boundary,
+        )
+        return tree, cut_of(pieces, lambda node: node[:-1])
 
 
-def split_with_trunks(tree: PrefixTree, max_tokens: int, kept: float, **options: float) -> list[list[int]]:
+def split_with_trunks(tree: PrefixTree, max_tokens: int, trunks: Trunks) -> list[list[int]]:
     """Micro-batches of `split_by_token_budget`; or, if these cost less, those of each tree that does not fit apart from
     others, with room for what trunks keep.
 
-    A row of a trunk counts as one at least. `options`: of `divided_trees`.
+    A row of a trunk counts as one at least.
 
     Raises:
         SharedPromptError: a single sample is longer than the budget.
     """
 
     def work(micro_batches: list[list[int]]) -> float:
-        lonely, found = divided_trees(tree, micro_batches, max_tokens=max_tokens, kept=kept, **options)
-        rows = sum(sum(tree.take(micro_batches[number]).node_lens) for number in lonely)
-        passes = options.get("passes", PASSES)
-        return rows + sum(sum(divided.tree.node_lens) + (passes - 1) * divided.trunk_rows for divided in found)
+        divided = divided_trees(tree, micro_batches, trunks, max_tokens)
+        rows = sum(sum(tree.take(micro_batches[number]).node_lens) for number in divided.lonely)
+        return rows + sum(divided.tree.node_lens) + (trunks.passes - 1) * divided.cut.trunk_rows
 
     stock = split_by_token_budget(tree, max_tokens=max_tokens)
     sizes = Counter[int]()
@@ -285,7 +266,9 @@ def split_with_trunks(tree: PrefixTree, max_tokens: int, kept: float, **options:
         root = tree.roots[leaf] if leaf >= 0 else -1
         groups.setdefault(root if sizes[root] > max_tokens else -1, []).append(index)
     with suppress(SharedPromptError):  # no room for a sequence beside what is kept
-        scaled = {root: _scaled(tree.take(chosen), max_tokens, max(1.0, kept)) for root, chosen in groups.items()}
+        scaled = {
+            root: _scaled(tree.take(chosen), max_tokens, max(1.0, trunks.kept)) for root, chosen in groups.items()
+        }
         others = [
             [chosen[at] for at in part]
             for root, chosen in groups.items()

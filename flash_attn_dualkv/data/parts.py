@@ -8,9 +8,9 @@ A trunk runs before its parts, which see its keys, and once more after them, whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import checks
 from ..errors import SharedPromptError
@@ -54,6 +54,30 @@ class Cut:
         """True if one pass has all rows."""
         return len(self.pieces) < 2 and not any(piece.parts for piece in self.pieces)
 
+    @property
+    def passes(self) -> str:
+        """A letter for each pass, in their order: F and B: a trunk's first and last one; P: a part's."""
+        return passes_of(self.pieces)
+
+    @property
+    def trunks(self) -> list[Piece]:
+        """The pieces that others continue."""
+        return [piece for piece in walk(self.pieces) if piece.parts]
+
+    @property
+    def trunk_rows(self) -> int:
+        """Rows that run twice where there are gradients."""
+        return sum(map(self.rows_of, self.trunks))
+
+    def rows_of(self, piece: Piece) -> int:
+        """Rows of a piece."""
+        return sum(self.node_lens[node] for node in piece.nodes)
+
+
+def passes_of(pieces: Iterable[Piece]) -> str:
+    """Letters of `Cut.passes`."""
+    return "".join(f"F{passes_of(piece.parts)}B" if piece.parts else "P" for piece in pieces)
+
 
 class _Rest(NamedTuple):
     """A node from a row on, and all that is below it."""
@@ -62,23 +86,23 @@ class _Rest(NamedTuple):
     begin: int = 0
 
 
-class _Run(NamedTuple):
-    """Some rows of a node."""
+class Run(NamedTuple):
+    """Some rows of a node; nodes are sorted depth first."""
 
-    node: int
+    node: Any
     begin: int
     end: int
 
 
 @dataclass
-class _Runs:
+class Runs:
     """A piece while nodes are still to be cut."""
 
-    own: list[_Run]
-    parts: list[_Runs]
+    own: list[Run]
+    parts: list[Runs]
 
 
-_Found = TypeVar("_Found", Piece, _Runs)
+_Found = TypeVar("_Found", Piece, Runs)
 
 
 def plan_parts(
@@ -139,12 +163,12 @@ class _Planner:
             if parents[node] >= 0:
                 self.sizes[parents[node]] += self.sizes[node]
 
-    def pieces_of(self, rests: list[_Rest], kept: float, levels: int | None) -> list[_Runs]:
+    def pieces_of(self, rests: list[_Rest], kept: float, levels: int | None) -> list[Runs]:
         """The pieces of subtrees below trunks of which as much is kept as `kept` rows take."""
         room = int(self.budget - kept)
         light = [rest for rest in rests if 0 < self._size(rest) <= room]
         bins = united([(self._size(rest), [place]) for place, rest in enumerate(light)], room)
-        pieces = [_Runs([run for place in chosen for run in self._all_of(light[place])], []) for _, chosen in bins]
+        pieces = [Runs([run for place in chosen for run in self._all_of(light[place])], []) for _, chosen in bins]
         empty = [run for rest in rests if not self._size(rest) for run in self._all_of(rest)]  # need no pass
         for rest in rests:
             if self._size(rest) <= max(room, 0):
@@ -156,12 +180,12 @@ class _Planner:
             below_own = kept + self._kept(rows, own)
             parts = self.pieces_of(below, below_own, None if levels is None else levels - bool(rows))
             if rows:
-                pieces.append(_Runs(own, parts))
+                pieces.append(Runs(own, parts))
             else:
                 empty += own
                 pieces += parts
         if empty and not pieces:
-            pieces = [_Runs([], [])]
+            pieces = [Runs([], [])]
         if empty:
             pieces[0].own += empty
         return pieces
@@ -169,18 +193,18 @@ class _Planner:
     def _size(self, rest: _Rest) -> int:
         return self.sizes[rest.node] - rest.begin
 
-    def _all_of(self, rest: _Rest) -> Iterator[_Run]:
+    def _all_of(self, rest: _Rest) -> Iterator[Run]:
         pending = [rest]
         while pending:
             node, begin = pending.pop()
-            yield _Run(node, begin, self.lens[node])
+            yield Run(node, begin, self.lens[node])
             pending += map(_Rest, self.children[node])
 
-    def _kept(self, rows: int, own: Sequence[_Run]) -> float:
+    def _kept(self, rows: int, own: Sequence[Run]) -> float:
         """How many rows' memory is kept of a trunk of so many rows."""
         return self.per_row * rows + self.state * sum(run.begin < run.end for run in own)
 
-    def _trunk(self, rest: _Rest, kept: float) -> tuple[list[_Run], list[_Rest]]:
+    def _trunk(self, rest: _Rest, kept: float) -> tuple[list[Run], list[_Rest]]:
         """The trunk that begins with a node whose subtree does not fit, and the subtrees that continue it."""
         most = int((self.budget - kept - self.state) / self.own_row)
         node, begin = rest
@@ -190,8 +214,8 @@ class _Planner:
             if rows <= 0:
                 expected = f"more, as what is kept above a part takes as much as {kept:,.0f} rows"
                 raise SharedPromptError("max_tokens", expected, self.budget)
-            return [_Run(node, begin, begin + rows)], [_Rest(node, begin + rows)]
-        own, below = [_Run(node, begin, self.lens[node])], [*map(_Rest, self.children[node])]
+            return [Run(node, begin, begin + rows)], [_Rest(node, begin + rows)]
+        own, below = [Run(node, begin, self.lens[node])], [*map(_Rest, self.children[node])]
         while True:
             room = int(self.budget - kept - self._kept(rows, own))
             heavy = [rest for rest in below if self._size(rest) > room]
@@ -201,25 +225,27 @@ class _Planner:
             if chosen is None:
                 return own, below
             node = chosen.node
-            own.append(_Run(node, 0, self.lens[node]))
+            own.append(Run(node, 0, self.lens[node]))
             rows += self.lens[node]
             at = below.index(chosen)
             below[at : at + 1] = map(_Rest, self.children[node])
 
     def cut(self, levels: int | None) -> Cut:
-        pieces = self.pieces_of([_Rest(node) for node, parent in enumerate(self.parents) if parent < 0], 0.0, levels)
-        # All runs of rows are known: each is a node.
-        runs = sorted(run for piece in walk(pieces) for run in piece.own)
-        numbers = {run: number for number, run in enumerate(runs)}
-        lasts = {run.node: number for run, number in numbers.items()}
-        parents = [
-            number - 1 if run.begin else lasts.get(self.parents[run.node], -1) for number, run in enumerate(runs)
-        ]
+        roots = [_Rest(node) for node, parent in enumerate(self.parents) if parent < 0]
+        return cut_of(self.pieces_of(roots, 0.0, levels), self.parents.__getitem__)
 
-        def named(found: list[_Runs]) -> tuple[Piece, ...]:
-            return tuple(Piece(tuple(sorted(numbers[run] for run in one.own)), named(one.parts)) for one in found)
 
-        return Cut(tuple(run.end - run.begin for run in runs), tuple(parents), named(pieces))
+def cut_of(pieces: Sequence[Runs], parent_of: Callable[[Any], Any]) -> Cut:
+    """The cut whose nodes are the runs of pieces; `parent_of`: of nodes, another one or none of these."""
+    runs = sorted(run for piece in walk(pieces) for run in piece.own)
+    numbers = {run: number for number, run in enumerate(runs)}
+    lasts = {run.node: number for run, number in numbers.items()}
+    parents = [number - 1 if run.begin else lasts.get(parent_of(run.node), -1) for number, run in enumerate(runs)]
+
+    def named(found: Sequence[Runs]) -> tuple[Piece, ...]:
+        return tuple(Piece(tuple(sorted(numbers[run] for run in piece.own)), named(piece.parts)) for piece in found)
+
+    return Cut(tuple(run.end - run.begin for run in runs), tuple(parents), named(pieces))
 
 
 def walk(pieces: Iterable[_Found]) -> Iterator[_Found]:

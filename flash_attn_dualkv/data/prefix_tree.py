@@ -101,30 +101,39 @@ class PrefixTree:
         Raises:
             SharedPromptError: a sequence that does not exist.
         """
-        chosen = [checks.integer("chosen", index, 0, len(self.leaves) - 1) for index in chosen]
-        lens = [-1] * len(self.node_lens)  # of the nodes that are kept
-        lowest: list[int] = []  # of each sequence the node with its last token
-        for index in chosen:
+        held, lowest = self.held(chosen)
+        places = {node: place for place, node in enumerate(held)} | {-1: -1}
+        return PrefixTree(
+            tuple(held.values()),
+            tuple(places[self.node_parents[node]] for node in held),
+            tuple(places[node] for node in lowest),
+            tuple(self.sequence_lens[index] for index in chosen),
+            self.boundary,
+        )
+
+    def held(self, chosen: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+        """Nodes on the paths of some of the sequences, rising, with their rows up to the last token of all.
+
+        And of each of these sequences the node with its last token.
+
+        Raises:
+            SharedPromptError: a sequence that does not exist.
+        """
+        lens: dict[int, int] = {}
+        lowest: list[int] = []
+        for index in (checks.integer("chosen", index, 0, len(self.leaves) - 1) for index in chosen):
             node, length = self.leaves[index], self.sequence_lens[index]
             # A sequence may end before the path does.
             while node >= 0 and self.begins[node] >= length:
                 node = self.node_parents[node]
             lowest.append(node)
             while node >= 0:
-                held = min(self.node_lens[node], length - self.begins[node])
-                if lens[node] >= held:  # and the nodes above are whole
+                own = min(self.node_lens[node], length - self.begins[node])
+                if lens.get(node, -1) >= own:  # and the nodes above are whole
                     break
-                lens[node] = held
+                lens[node] = own
                 node = self.node_parents[node]
-        kept = [node for node, length in enumerate(lens) if length >= 0]
-        places = {node: place for place, node in enumerate(kept)} | {-1: -1}
-        return PrefixTree(
-            tuple(lens[node] for node in kept),
-            tuple(places[self.node_parents[node]] for node in kept),
-            tuple(places[node] for node in lowest),
-            tuple(self.sequence_lens[index] for index in chosen),
-            self.boundary,
-        )
+        return dict(sorted(lens.items())), lowest
 
     @cached_property
     def sources(self) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flash_attn_dualkv import group_by_prefix
 from flash_attn_dualkv.data.batch import pack
-from flash_attn_dualkv.data.divided import DividedTree, divided_trees, split_with_trunks
-from flash_attn_dualkv.data.parts import Piece, walk
+from flash_attn_dualkv.data.divided import DividedTrees, Trunks, divided_trees, linked, split_with_trunks
+from flash_attn_dualkv.data.parts import Cut, Piece, passes_of, walk
 from flash_attn_dualkv.data.plan import checked_tree
 from flash_attn_dualkv.data.prefix_tree import PrefixTree
 from flash_attn_dualkv.data.samples import read_sequences
@@ -33,7 +33,18 @@ def sequences(seed: int, count: int) -> list[Tensor]:
     return [torch.tensor(tokens) for tokens in found]
 
 
-def check(divided: DividedTree, tokens: list[Tensor], micro_batches: list[list[int]]) -> None:
+def most_rows(cut: Cut, kept: float) -> float:
+    """Of the largest pass, with what is kept above it and of its own."""
+
+    def most(pieces: tuple[Piece, ...], above: int) -> float:
+        own = [cut.rows_of(piece) * (1 + kept * bool(piece.parts)) + kept * above for piece in pieces]
+        return max([*own, *(most(piece.parts, above + cut.rows_of(piece)) for piece in pieces if piece.parts)])
+
+    return most(cut.pieces, 0) if cut.pieces else 0
+
+
+def check(divided: DividedTrees, tokens: list[Tensor], micro_batches: list[list[int]]) -> None:
+    assert sorted([*divided.lonely, *divided.numbers]) == [*range(len(micro_batches))]
     assert [sorted(chosen) for chosen in divided.sequences] == [sorted(micro_batches[at]) for at in divided.numbers]
     order = [index for chosen in divided.sequences for index in chosen]
     samples = read_sequences([tokens[index] for index in order], loss_mask=None)
@@ -58,8 +69,7 @@ def check(divided: DividedTree, tokens: list[Tensor], micro_batches: list[list[i
     for piece in pieces:
         above = {*paths[id(piece)], -1}
         assert all(cut.node_parents[node] in {*above, *piece.nodes} for node in piece.nodes)
-        if piece.parts:
-            assert len(numbers_below(piece)) > 1
+        assert not piece.parts or passes_of([piece]).count("P") > 1
 
 
 def paths_of(pieces: tuple[Piece, ...], above: list[int]) -> dict[int, list[int]]:
@@ -69,10 +79,6 @@ def paths_of(pieces: tuple[Piece, ...], above: list[int]) -> dict[int, list[int]
         found[id(piece)] = above
         found |= paths_of(piece.parts, [*above, *piece.nodes])
     return found
-
-
-def numbers_below(piece: Piece) -> list[Piece]:
-    return [part for part in walk(piece.parts) if not part.parts]
 
 
 @settings(max_examples=300, deadline=None)
@@ -86,16 +92,21 @@ def test_micro_batches(seed: int, count: int, size: int, ratio: float, passes: f
     order = [*range(count)]
     random.Random(seed).shuffle(order)
     micro_batches = [order[at : at + size] for at in range(0, count, size)]
-    lonely, found = divided_trees(tree, micro_batches, least_ratio=ratio, passes=passes)
-    assert sorted([*lonely, *(number for divided in found for number in divided.numbers)]) == [
-        *range(len(micro_batches))
-    ]
-    assert [len(divided.numbers) for divided in found] == sorted((len(other.numbers) for other in found), reverse=True)
-    stock = [sum(tree.take(chosen).node_lens) for chosen in micro_batches]
-    for divided in found:
-        check(divided, tokens, micro_batches)
-        rows, before = sum(divided.tree.node_lens), sum(stock[number] for number in divided.numbers)
-        assert (rows + (passes - 1) * divided.trunk_rows) < before
+    in_order = bool(seed % 2)
+    divided = divided_trees(tree, micro_batches, Trunks(1.0, ratio, passes, in_order=in_order))
+    if not divided.numbers:
+        assert divided.cut == Cut((), (), ())
+        return
+    check(divided, tokens, micro_batches)
+    parts = [passes_of([piece]).count("P") for piece in divided.cut.pieces]
+    assert parts == sorted(parts, reverse=True)
+    before = sum(sum(tree.take(micro_batches[number]).node_lens) for number in divided.numbers)
+    assert sum(divided.tree.node_lens) + (passes - 1) * divided.cut.trunk_rows < before
+    if in_order:
+        assert not any(part.parts for piece in divided.cut.pieces for part in piece.parts)
+        numbers = iter(divided.numbers)
+        runs = [[next(numbers) for _ in range(count)] for count in parts]
+        assert runs == [*map(sorted, runs)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -105,20 +116,19 @@ def test_budgets(seed: int, count: int, budget: int, kept: float) -> None:
     tree = group_by_prefix(tokens, boundary="replicate", min_shared=1)
     longest = max(map(len, tokens))
     try:
-        micro_batches = split_with_trunks(tree, budget, kept)
+        micro_batches = split_with_trunks(tree, budget, Trunks(kept))
     except SharedPromptError:
         assert longest > budget
         return
     assert sorted(index for chosen in micro_batches for index in chosen) == [*range(count)]
-    lonely, found = divided_trees(tree, micro_batches, max_tokens=budget, kept=kept)
-    rows = [sum(tree.take(micro_batches[number]).node_lens) for number in lonely]
-    assert max([*rows, *(divided.most_rows(kept) for divided in found)]) <= budget
-    for divided in found:
+    divided = divided_trees(tree, micro_batches, Trunks(kept), budget)
+    rows = [sum(tree.take(micro_batches[number]).node_lens) for number in divided.lonely]
+    assert max([*rows, most_rows(divided.cut, kept)]) <= budget
+    if divided.numbers:
         check(divided, tokens, micro_batches)
     if longest <= budget:
         stock = sum(sum(tree.take(chosen).node_lens) for chosen in split_by_token_budget(tree, max_tokens=budget))
-        trees = sum(sum(divided.tree.node_lens) + divided.trunk_rows / 4 for divided in found)
-        assert sum(rows) + trees <= stock + 1e-6
+        assert sum(rows) + sum(divided.tree.node_lens) + divided.cut.trunk_rows / 4 <= stock + 1e-6
 
 
 def group(prompt: int, *responses: int) -> PrefixTree:
@@ -126,42 +136,73 @@ def group(prompt: int, *responses: int) -> PrefixTree:
 
 
 def test_a_group_of_equal_parts() -> None:
-    lonely, (divided,) = divided_trees(group(1001, *[99] * 8), [[0, 1, 2, 3], [4, 5, 6, 7]])
-    assert lonely == [] and divided.cut.node_lens == (1000, *[100] * 8)
+    divided = divided_trees(group(1001, *[99] * 8), [[0, 1, 2, 3], [4, 5, 6, 7]], Trunks())
+    assert divided.lonely == () and divided.cut.node_lens == (1000, *[100] * 8)
     (trunk,) = divided.cut.pieces
     assert trunk == Piece((0,), (Piece((1, 2, 3, 4)), Piece((5, 6, 7, 8))))
-    assert divided.trunk_rows == 1000 and divided.most_rows(2.0) == 3000
+    assert divided.cut.trunk_rows == 1000 and most_rows(divided.cut, 2.0) == 3000
 
 
 def test_samples_of_others_stay_apart() -> None:
     """A micro-batch with samples of two prompts computes both; a prompt of two others' is kept."""
     tree = PrefixTree.of_prompts([[0, 1, 2, 3, 4], [5, 6, 7]], [100] * 8, [10] * 8)
-    lonely, (divided,) = divided_trees(tree, [[0, 1], [2, 3], [4, 5], [6, 7]])
-    assert lonely == [2, 3] and divided.numbers == (0, 1)
+    divided = divided_trees(tree, [[0, 1], [2, 3], [4, 5], [6, 7]], Trunks())
+    assert divided.lonely == (2, 3) and divided.numbers == (0, 1)
 
 
 def test_prompts_below_a_common_beginning() -> None:
     """A trunk in a trunk where both pay; else the upper one's rows are copied."""
     system = PrefixTree((400, *[300, 10, 10] * 2), (-1, 0, 1, 1, 0, 4, 4), (2, 3, 5, 6), (710,) * 4)
     singles = [[0], [1], [2], [3]]
-    _, (divided,) = divided_trees(system, singles)
-    assert [piece.nodes for piece in walk(divided.cut.pieces) if piece.parts] == [(0,), (1,), (4,)]
+    cut = divided_trees(system, singles, Trunks()).cut
+    assert [piece.nodes for piece in cut.trunks] == [(0,), (1,), (4,)]
     short = PrefixTree((10, *[300, 10, 10] * 2), (-1, 0, 1, 1, 0, 4, 4), (2, 3, 5, 6), (320,) * 4)
-    _, trees = divided_trees(short, singles, least_ratio=1.1)
-    assert [divided.cut.node_lens for divided in trees] == [(10, 300, 10, 10)] * 2
-    assert divided_trees(short, singles, least_ratio=2.0)[1] == []
+    cut = divided_trees(short, singles, Trunks(least_ratio=1.1)).cut
+    assert cut.node_lens == (10, 300, 10, 10) * 2 and [piece.nodes for piece in cut.trunks] == [(0, 1), (4, 5)]
+    assert divided_trees(short, singles, Trunks(least_ratio=2.0)).numbers == ()
 
 
 def test_a_long_prompt_in_several_passes() -> None:
-    _, (divided,) = divided_trees(group(1001, 50, 50), [[0], [1]], max_tokens=1200, kept=0.5)
-    assert divided.cut.node_lens == (768, 232, 51, 51) and divided.cut.node_parents == (-1, 0, 1, 1)
-    assert [piece.nodes for piece in walk(divided.cut.pieces)] == [(0,), (1,), (2,), (3,)]
-    assert divided.most_rows(0.5) == 1152 and divided_trees(group(1001, 50, 50), [[0], [1]], max_tokens=500)[1] == []
+    cut = divided_trees(group(1001, 50, 50), [[0], [1]], Trunks(0.5), 1200).cut
+    assert cut.node_lens == (768, 232, 51, 51) and cut.node_parents == (-1, 0, 1, 1)
+    assert [piece.nodes for piece in walk(cut.pieces)] == [(0,), (1,), (2,), (3,)]
+    assert most_rows(cut, 0.5) == 1152 and divided_trees(group(1001, 50, 50), [[0], [1]], Trunks(), 500).lonely == (
+        0,
+        1,
+    )
 
 
 @pytest.mark.parametrize(("kept", "parts"), [(0.5, 4), (1.0, 4), (1.5, 11), (2.0, 4)])
 def test_what_is_kept_counts(kept: float, parts: int) -> None:
     """1000 rows of a prompt beside responses of 100, in 1800: where nothing is saved, its copies are as before."""
     tree = group(1001, *[99] * 32)
-    assert len(split_with_trunks(tree, 1800, kept)) == parts
+    assert len(split_with_trunks(tree, 1800, Trunks(kept))) == parts
     assert len(split_by_token_budget(tree, max_tokens=1800)) == 4
+
+
+def test_sets_that_are_linked() -> None:
+    assert linked([{1}, {2}, {1, 3}, {4}, {2, 3}, {5}]) == [[0, 1, 2, 4], [3], [5]]
+    assert linked([{1, 2}, {2, 3}, {1, 4}]) == [[0, 1, 2]]
+    assert linked([]) == []
+
+
+def test_parts_in_order() -> None:
+    """Prompts of several micro-batches are kept, those of a single one run in it; not where they are longer than it."""
+    # The first prompt is in 0 and 2, the second in 1 and 2, the third in 3.
+    groups, order = [[0, 1, 4], [2, 3, 5], [6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]
+    trunks = Trunks(0.0, is_bounded=True, in_order=True)
+
+    def divided(first: int) -> DividedTrees:
+        return divided_trees(PrefixTree.of_prompts(groups, [first] * 8, [3, 4, 5, 6, 3, 3, 2, 2]), order, trunks)
+
+    assert divided(9).numbers == (0, 1, 2) and divided(9).lonely == (3,)
+    assert divided(9).cut.pieces == (Piece((0, 4), (Piece((1, 2)), Piece((5, 6)), Piece((3, 7)))),)
+    assert divided(9).cut.node_lens == (8, 4, 5, 4, 8, 6, 7, 4)
+    assert divided(1).numbers == ()  # without rows there is nothing to keep
+    # Three prompts of three micro-batches, each of which has one and a response of the next: all of them are longer.
+    ring, pairs = PrefixTree.of_prompts([[0, 5], [1, 2], [3, 4]], [50] * 6, [3] * 6), [[0, 1], [2, 3], [4, 5]]
+    found = divided_trees(ring, pairs, trunks)
+    assert found.numbers == (0, 1, 2) and [piece.nodes for piece in found.cut.trunks] == [(0, 3), (6,)]
+    assert most_rows(found.cut, 0.0) == 98
+    assert len(divided_trees(ring, pairs, trunks._replace(is_bounded=False)).cut.trunks) == 1
+    assert divided_trees(ring, pairs, trunks._replace(kept=1.0)).numbers == ()

@@ -28,7 +28,7 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
         STOCK(self, data.clone(), raises)
     except ArithmeticError as error:
         said = [*error.args, *getattr(error, "__notes__", [])]
-        assert "part 1 of 2 of its prompt (prompt_once): .grad has gradients of the passes before it" in str(said)
+        assert "in part 0.1 (prompt_once): .grad has gradients of the passes before it" in str(said)
         assert self.passes is None
     else:
         raise AssertionError("the second micro-batch has not raised")

@@ -217,7 +217,7 @@ def test_a_part_that_raises(where: str, cuts: Callable[..., None]) -> None:
     with pytest.raises(InterruptError) as caught:
         dualkv.shared_prompt_backward(model, batch, loss_of, max_tokens=1, backward=backward)
     told = getattr(caught.value, "__notes__", caught.value.args)[-1]
-    assert "in part 0.1.0 of shared_prompt_backward: .grad has gradients of the passes before it" in told
+    assert "in part 0.1.0 (shared_prompt_backward): .grad has gradients of the passes before it" in told
     assert gradients(model)
     hook.remove()
     compare(model, batch)

@@ -32,8 +32,6 @@ from tiny_trl import (
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError
-from flash_attn_dualkv.data.parts import Piece
-from flash_attn_dualkv.data.prefix_tree import PrefixTree
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 GRPO = shared.SharedPromptGRPOTrainer
@@ -389,25 +387,3 @@ def test_verification_compares_parts(place: int, tmp_path: Path, monkeypatch: py
 def test_a_trainer_without_rollouts(tmp_path: Path) -> None:
     with pytest.raises(SharedPromptError, match="prompt_once: expected False for a trainer without rollouts, got True"):
         trainer(shared.SharedPromptDPOTrainer, "nowhere", tmp_path, arguments=ONCE)
-
-
-# --- slices -----------------------------------------------------------------------------------------------------------
-
-
-def test_slices_that_are_cut() -> None:
-    """Prompts of several slices are kept, those of one run in it; not where they are longer than a slice."""
-    # Slices have 2 samples. The first prompt is in 0 and 2, the second in 1 and 2, the third in 3.
-    groups = [[0, 1, 4], [2, 3, 5], [6, 7]]
-
-    def cut(first: int) -> Any:
-        tree = PrefixTree.of_prompts(groups, [first] * 8, [3, 4, 5, 6, 3, 3, 2, 2])
-        return once.cut_of_slices(tree, [0, 2, 4, 6, 8])
-
-    pieces = Piece((0, 4), (Piece((1, 2)), Piece((5, 6)), Piece((3, 7))))
-    alone = ((3,), Piece((8, 9, 10)))
-    assert cut(9) == [((0, 1, 2), pieces), alone]
-    # Without rows there is nothing to keep.
-    assert cut(1) == [((0, 1, 2), Piece(tuple(range(8)))), alone]
-    # Three prompts of three slices, each of which has one alone and a completion of the next.
-    ring = PrefixTree.of_prompts([[0, 5], [1, 2], [3, 4]], [50] * 6, [3] * 6)
-    assert once.cut_of_slices(ring, [0, 2, 4, 6]) == [((0, 1, 2), Piece(tuple(range(9))))]

@@ -117,9 +117,3 @@ def test_slices_of_a_prompt_are_neighbours_in_a_window(sizes: list[int], rows: i
     if sizes.count(1) >= sizes.count(3):  # windows can be filled without a cut
         for group, size in enumerate(sizes):
             assert sum(9 + group in own for own in windows) == 1, (group, size)
-
-
-def test_sets_that_are_linked() -> None:
-    assert siblings.linked([{1}, {2}, {1, 3}, {4}, {2, 3}, {5}]) == [[0, 1, 2, 4], [3], [5]]
-    assert siblings.linked([{1, 2}, {2, 3}, {1, 4}]) == [[0, 1, 2]]
-    assert siblings.linked([]) == []

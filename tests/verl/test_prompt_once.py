@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
-from verl_inputs import Batch, Case, Found, Model, TreeBatch, worker_input
+from verl_inputs import Batch, Case, Found, Model, TreeBatch
 from verl_runs import (
     ACTOR,
     FUSED,
@@ -36,7 +36,6 @@ from verl_runs import (
 
 from flash_attn_dualkv.integrations.common.options import Options
 from flash_attn_dualkv.integrations.verl import engine as engines
-from flash_attn_dualkv.integrations.verl.micro_batches import Trunks, grouped_micro_batches
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 
 NO_SYNC = f"++{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=True"
@@ -186,17 +185,6 @@ def test_unasked(one_rank: dict[str, Found]) -> None:
     assert {metrics["trunks"] for metrics in pair.metrics} == {2.0}
 
 
-@pytest.mark.parametrize(("kept", "ratio", "is_asked", "trees"), [
-    (1.0, 1.05, False, 2), (1.3, 1.05, False, 0), (1.3, 1.05, True, 2), (1.0, 9.0, False, 0),
-])  # fmt: skip
-def test_unasked_trunks_need_no_more_memory(kept: float, ratio: float, is_asked: bool, trees: int) -> None:
-    """Than the largest micro-batch has without; those that are asked for may."""
-    data = worker_input(Batch(prompts=2, shortest=1.0).samples(512), {}, "v1", use_dynamic_bsz=False)
-    tu.assign_non_tensor(data, micro_batch_size_per_gpu=2)
-    found = grouped_micro_batches(data, None, Options(), None, trunks=Trunks(kept, ratio, 1.25, is_asked))
-    assert found is not None and len(found.trees) == trees
-
-
 def test_a_worker_that_stays(one_rank: dict[str, Found]) -> None:
     """The option alone differs."""
     pair = Pair(*(one_rank[f"{name}, {STAYS.name}"] for name in ("without", "ours")))
@@ -211,12 +199,6 @@ def test_a_worker_that_stays(one_rank: dict[str, Found]) -> None:
 def test_a_part_that_raises(one_rank: dict[str, Found]) -> None:
     """It leaves nothing: the same update is right afterwards."""
     both(one_rank, RAISING).check_shared()
-
-
-def test_one_prompt_is_computed_in_two_passes(one_rank: dict[str, Found]) -> None:
-    """A trunk's pass has room for itself and for what is kept of it."""
-    for long in (setup for setup in ONE_RANK if setup.batch in (LONG, COMMON)):
-        assert {metrics["trunks"] for metrics in both(one_rank, long).metrics[1:-1]} == {2.0}
 
 
 class _Engine(engines._SharedPrompts):

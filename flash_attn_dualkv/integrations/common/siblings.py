@@ -3,21 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
 from typing import Any
-
-
-def linked(sets: Iterable[Collection[Hashable]]) -> list[list[int]]:
-    """The places of sets that have something in common, directly or by way of others; in the order of their firsts."""
-    found: list[tuple[set[Hashable], list[int]]] = []
-    for place, members in enumerate(sets):
-        own, places = {*members}, [place]
-        apart = [cluster for cluster in found if cluster[0].isdisjoint(own)]
-        for others, before in found:
-            if not others.isdisjoint(own):
-                own, places = own | others, before + places
-        found = [*apart, (own, sorted(places))]
-    return sorted(places for _, places in found)
 
 
 def fill(groups: Any, rows: int) -> list[list[int]]:

@@ -10,8 +10,8 @@ shared_prompt_backward(model, batch, loss_of, max_tokens=16384)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,11 +31,9 @@ from ...parallel.sharded import check_group
 from .admission.unwrap import causal_lm_of, layer_configs, text_config
 from .forward import COMPILE_THE_MODEL, shared_prompt_forward
 from .hybrid.families import family_of, is_a, mixers_of, state_columns
-from .trunk import Keep, Loss, PartScores, Pieces, Trunk, check_can_be_cut, checked_loss, root_of
+from .passes import Due, Part, Passes, letters_of, slots_of
+from .trunk import Keep, Loss, PartScores, Pieces, check_can_be_cut, checked_loss, root_of
 
-# Passes: forward alone, without and with a graph; forward and backward; backward alone. In this order
-# they make a slot of the ranks' common string.
-_LETTERS = "FGBR"
 Backward = Callable[[Tensor], Any]
 
 
@@ -103,9 +101,8 @@ def shared_prompt_backward(
     ranks = (dist.group.WORLD if group is None else group) if wrapper.is_sharded or wrapper.kind == "DDP" else None
     plan = _agreed_plan(model, batch, max_tokens, keep, wrapper, ranks)
     options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, self_check=self_check)
-    run = _Backward(model, batch, plan, loss_of, backward, wrapper, options)
-    run.all(common_string(plan.letters, ranks if wrapper.is_sharded else None))
-    return run.scores()
+    alike = ranks if wrapper.is_sharded else None
+    return _Backward(model, batch, plan, loss_of, backward, wrapper, alike, options).run()
 
 
 # --- plan ---
@@ -121,12 +118,7 @@ class Plan:
     @property
     def letters(self) -> str:
         """The passes, a letter each."""
-        first, last = ("G", "R") if self.keep == "graph" else ("F", "B")
-
-        def of(pieces: Sequence[Any]) -> str:
-            return "".join(first + of(piece.parts) + last if piece.parts else "B" for piece in pieces)
-
-        return of(self.cut.pieces)
+        return letters_of(self.cut.passes, self.keep)
 
 
 def plan_backward(
@@ -238,33 +230,6 @@ def _agreed_plan(
     return plan
 
 
-def common_string(letters: str, ranks: Any) -> list[tuple[str, bool]]:
-    """The passes that all ranks run, and which of them are this rank's own: its letters in their order.
-
-    Each rank's letters are put into slots of F, G, B and R, and each slot of the common string has as many of a letter
-    as any rank's.
-    """
-    slots: list[list[int]] = []
-    last = len(_LETTERS)
-    for letter in letters:
-        place = _LETTERS.index(letter)
-        if place < last:
-            slots.append([0] * len(_LETTERS))
-        slots[-1][place] += 1
-        last = place
-    (count,) = map(int, largest_of_ranks([len(slots)], ranks))
-    if not count:
-        return []
-    slots += [[0] * len(_LETTERS) for _ in range(count - len(slots))]
-    own = [number for slot in slots for number in slot]
-    most = map(int, largest_of_ranks(own, ranks))
-    return [
-        (letter, index < number)
-        for letter, number, all_ranks in zip(_LETTERS * count, own, most)
-        for index in range(all_ranks)
-    ]
-
-
 # --- wrappers ---
 
 
@@ -302,72 +267,53 @@ class Wrapper:
 # --- passes ---
 
 
-class _Backward:
+class _Backward(Passes):
     """All passes of a batch on this rank."""
+
+    caller = "shared_prompt_backward"
 
     def __init__(
         self, model: nn.Module, batch: PackedBatch, plan: Plan, loss_of: Loss, backward: Backward, wrapper: Wrapper,
-        options: dict[str, Any],
+        ranks: Any, options: dict[str, Any],
     ) -> None:  # fmt: skip
         self.model, self.batch, self.plan, self.wrapper, self.options = model, batch, plan, wrapper, options
         self._loss_of, self._run_backward = loss_of, backward
-        self._name = "the only pass"  # that runs
         self._found: list[PartScores] = []
-        self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        super().__init__(slots_of(plan.letters), ranks)
 
     @functools.cached_property
     def _pieces(self) -> Pieces:
         return Pieces(self.model, self.batch, self.plan.cut, keep=self.plan.keep, **self.options)
 
-    def all(self, string: Sequence[tuple[str, bool]]) -> None:
-        """Run the passes of the ranks' common string, this rank's own and others'."""
-        own = self._passes()
-        dummies: list[Tensor] = []
-        last = max(place for place, (letter, _) in enumerate(string) if letter in "BR")
-        with closing(own):
-            try:
-                for place, (letter, is_own) in enumerate(string):
-                    # A backward's own forward has to be in its context, too: DDP prepares it there.
-                    self._context = nullcontext if place == last else self.wrapper.no_sync
-                    if is_own:
-                        next(own)
-                    else:
-                        self._name = "a pass for other ranks"
-                        self._dummy(letter, dummies)
-                next(own, None)
-            except Exception as error:
-                text = f"in {self._name} of shared_prompt_backward: .grad has gradients of the passes before it"
-                add_note(error, text)
-                raise
-
-    def _passes(self) -> Generator[None, None, None]:
-        """Run pass after pass of this rank."""
+    def own_passes(self) -> Generator[Due | None, None, None]:
         balances = getattr(text_config(causal_lm_of(self.model).config), "output_router_logits", False)
         if self.plan.cut.is_whole and not balances:
-            with self._context():
-                self._give(self._whole())
-            yield
+            self.name = "the only pass"
+            yield True
         else:
-            yield from self._below(self._pieces.outermost, "")
+            yield from self.below(self._pieces.outermost, self._loss)
 
-    def _below(self, trunk: Trunk, path: str) -> Generator[None, None, None]:
-        for index, piece in enumerate(trunk.piece.parts):
-            name = f"{path}{index}"
-            if not piece.parts:
-                self._name = f"part {name}"
-                with self._context(), trunk.part(index) as part:
-                    self._give(part)
-                yield
-                continue
-            with trunk.inner(index) as inner:
-                self._name = f"the first pass of trunk {name}"
-                inner.keep()
-                yield
-                yield from self._below(inner, f"{name}.")
-                self._name = f"the last pass of trunk {name}"
-                with self._context():
-                    self._run_backward(inner.finish(self._loss))
-                yield
+    def dummy_root(self, *, with_gradients: bool) -> Tensor:
+        return self._pieces.run_dummy(with_gradients=with_gradients)
+
+    def synchronised(self, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if is_last else self.wrapper.no_sync()
+
+    def run_backward(self, root: Tensor) -> None:
+        self._run_backward(root)
+
+    def run(self) -> PartScores:
+        """Run all passes; the scores of all sequences."""
+        with self:
+            while self.advance():
+                with self.context():
+                    due = self.take()
+                    if isinstance(due, Part):
+                        with due.trunk.part(due.number) as part:
+                            self._give(part)
+                    else:
+                        self._give(self._whole())
+        return self._scores()
 
     def _loss(self, part: PartScores) -> Tensor:
         entropy = None if part.entropy is None else part.entropy.detach()
@@ -375,7 +321,7 @@ class _Backward:
         return checked_loss(self._loss_of(part))
 
     def _give(self, part: PartScores) -> None:
-        self._run_backward(root_of(self._loss(part) if part.sequences else None, part.own))
+        self.run_backward(root_of(self._loss(part) if part.sequences else None, part.own))
 
     def _whole(self) -> PartScores:
         """The scores of a batch that is not cut."""
@@ -384,19 +330,7 @@ class _Backward:
         tokens = torch.arange(len(logps), device=logps.device)
         return PartScores(tuple(range(len(lens))), tokens, lens, logps, entropy, own=scores)
 
-    def _dummy(self, letter: str, dummies: list[Tensor]) -> None:
-        if letter == "R":
-            self._run_backward(dummies.pop())
-            return
-        with self._context():
-            root = self._pieces.run_dummy(with_gradients=letter != "F")
-            if letter == "B":
-                self._run_backward(root)
-        if letter == "G":
-            dummies.append(root)
-
-    def scores(self) -> PartScores:
-        """The scores of all sequences."""
+    def _scores(self) -> PartScores:
         found, lens = self._found, self.batch.response_lens
         tokens = torch.cat([part.tokens for part in found])
 
@@ -408,11 +342,3 @@ class _Backward:
         logps = placed([part.logps for part in found])
         own = torch.arange(len(logps), device=logps.device)
         return PartScores(tuple(range(len(lens))), own, lens, logps, placed(entropies) if entropies else None)
-
-
-def add_note(error: Exception, text: str) -> None:
-    """Add a text to an error's message, of whatever type it is."""
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    elif error.args and isinstance(error.args[0], str):  # before Python 3.11
-        error.args = (f"{error.args[0]}\n{text}", *error.args[1:])

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -81,6 +81,8 @@ class Pieces:
             pass of a trunk is compared with the first.
         cut: of `plan_parts`, of the batch's tree.
         keep: "kv": a trunk runs twice; "graph": once, and its graph stays while its parts run.
+        counts: how many of the sequences, in their order, each part has, though they may end in a trunk; None: a
+            sequence is its last token's piece's.
 
     Raises:
         SharedPromptError: an argument is not as described; a batch or a model that cannot be cut.
@@ -88,7 +90,7 @@ class Pieces:
 
     def __init__(
         self, model: nn.Module, batch: PackedBatch, cut: Cut, *, keep: Keep = "kv", temperature: float = 1.0,
-        with_entropy: bool = False, self_check: bool = True,
+        with_entropy: bool = False, self_check: bool = True, counts: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
         if not cut.is_whole:
@@ -118,7 +120,12 @@ class Pieces:
         # The place of each of these among the leaves of the trunks above and the scores of a piece.
         self.where = torch.zeros(len(self._rows), dtype=torch.int64)
         self._bounds = [*accumulate(batch.response_lens, initial=0)]
+        self._sequences: dict[int, list[int]] = {}
         self._assign()
+        if counts is not None:
+            self._sequences = {id(piece): [] for piece in walk(cut.pieces)}
+            begins, parts = accumulate(counts, initial=0), [piece for piece in walk(cut.pieces) if not piece.parts]
+            self._sequences |= {id(piece): [*range(*pair)] for piece, pair in zip(parts, pairwise(begins), strict=True)}
 
     def _assign(self) -> None:
         """Which piece has which nodes, scored tokens and sequences."""
@@ -308,7 +315,7 @@ class Trunk:
         self._own_leaves: Scores = ()
         self._graph: Scores = ()
         self._last_pass = -1
-        self._passes: dict[int, list[int]] = {}  # of the parts that are done
+        self._passes: dict[int, list[int]] = {}  # of the parts that have begun
         self._state: Literal["new", "kept", "finished"] = "new" if piece.nodes else "kept"
 
     @property
@@ -361,21 +368,18 @@ class Trunk:
         Raises:
             SharedPromptError: the trunk's keys are not there, or the part has run.
         """
-        number, row = self.begin(index)
+        row = self.begin(index)
         yield self._pieces.part_scores(self.piece.parts[index], self.leaves, self._pieces.score(row), self._nodes)
-        self.end(index, number)
 
-    def begin(self, index: int) -> tuple[int, PackedBatch]:
-        """The number of a part's pass and its row, for who runs it elsewhere, and says `end` then."""
+    def begin(self, index: int) -> PackedBatch:
+        """The row of a part, which is to run once: by `part`, or elsewhere."""
         piece = self._part(index, is_trunk=False)
         self._expect("kept")
         if index in self._passes:
             raise SharedPromptError("index", "a part that has not run", index)
-        return self._pieces.begin(piece, "part", self.begins, self.rows)
-
-    def end(self, index: int, number: int) -> None:
-        """A part has run, and is not to run again."""
+        number, row = self._pieces.begin(piece, "part", self.begins, self.rows)
         self._passes[index] = [number]
+        return row
 
     def finish(self, loss_of: Loss | None = None) -> Tensor:
         """A scalar whose backward gives the trunk what all parts owe it; its value is the loss of its own sequences.

@@ -8,10 +8,10 @@ the model answers for the slice.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import accumulate, chain, pairwise
+import re
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,36 +20,29 @@ from transformers import TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ...data.batch import IGNORED_LABEL, PackedBatch, pack
-from ...data.parts import Cut, Piece
-from ...data.prefix_tree import PrefixTree
+from ...data.divided import PASSES, Trunks, divided_trees
+from ...data.parts import Piece, passes_of
+from ...data.plan import checked_tree
 from ...data.samples import read_padded
-from ...errors import SharedPromptError, SharedPromptUnsupportedError
-from ...parallel.agreement import all_ranks, largest_of_ranks
+from ...errors import SharedPromptError
+from ...parallel.agreement import all_ranks
 from ..common import pipeline
 from ..common.options import AUTOCAST_DTYPES, REASONS, Refusal, Refused, refusing
-from ..common.siblings import linked
 from ..transformers.admission.unwrap import causal_lm_of, lora_dropouts
 from ..transformers.packed_forward import packed_forward, packed_row
-from ..transformers.prompt_once import add_note
-from ..transformers.trunk import Pieces, Scores, Trunk, check_can_be_cut, root_of
+from ..transformers.passes import Due, Part, Passes, letters_of
+from ..transformers.trunk import Keep, Pieces, Scores, Trunk, check_can_be_cut, root_of
 
 # Methods of accelerators.
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
 
 class _Siblings(NamedTuple):
-    """Slices that share prompts, in their order.
+    """Slices that share prompts, in their order, and a piece of their window's tree: the prompts and the slices."""
 
-    Attributes:
-        trunk: their prompts.
-        replicated: tokens of each slice with a prompt for each completion.
-        rows: that each slice runs, the first one those of the prompts too.
-    """
-
-    slices: tuple[int, ...]
-    trunk: Trunk
-    replicated: list[int]
-    rows: list[int]
+    slices: Sequence[int]
+    pieces: Pieces
+    piece: Piece
 
 
 class PromptOnce:
@@ -71,22 +64,19 @@ class PromptOnce:
     def drop(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.guard.close()
+            run.close()
 
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
-        """The context of a training step; where that is the last one of prompts, they run behind it."""
-        accelerator, run = self.trainer.accelerator, self._run
-        # Gradients are reduced in the last of an optimizer step's backwards alone.
-        is_followed = run is not None and run.is_followed and accelerator.gradient_state.sync_gradients
+        """The context of a training step; the passes of prompts that follow it run behind it."""
         try:
-            with accelerator.no_sync(model) if is_followed else nullcontext():
+            with nullcontext() if self._run is None else self._run.slice_context():
                 yield
             if self._run is not None and self._run.end_slice():
                 self.drop()
         except Exception as error:
             if self._run is not None:
-                add_note(error, f"in {self._run.name} (prompt_once): .grad has gradients of the passes before it")
+                self._run.explain(error)
             self.drop()
             raise
 
@@ -119,8 +109,7 @@ class PromptOnce:
         self, model: Any, ids: Tensor, mask: Tensor, width: int, bounds: Sequence[int], options: dict[str, Any]
     ) -> _Run | None:
         """The run of slices, which are rows between `bounds`; None if none of them share prompts on any rank."""
-        count = len(bounds) - 1
-        if count < 2:
+        if len(bounds) < 3:
             return None
         siblings: list[_Siblings] = []
         try:
@@ -128,13 +117,8 @@ class PromptOnce:
                 siblings = self._siblings_of(model, ids, mask, width, bounds, options)
         except Refused as refused:
             self.say(*refused.refusal)
-        passes = [0] * (2 * count)
-        for group in siblings:
-            passes[group.slices[0]] = passes[count + group.slices[-1]] = 1
-        found = [*map(bool, largest_of_ranks(passes, all_ranks()))]
-        if not any(found):
-            return None
-        return _Run(self, model, ids, mask, bounds, siblings, found[:count], found[count:])
+        run = _Run(self, model, ids, mask, bounds, siblings)
+        return run if run.has_prompts else None
 
     def forgo(self) -> bool:
         """Let the slice that runs, and its siblings, run prompts themselves; False if one of them has run as a part."""
@@ -159,9 +143,8 @@ class PromptOnce:
             (args.torch_compile, "torch_compile=True traces each pass anew"),
             (args.n_gpu > 1, "DataParallel divides batches among threads"),
         ):
-            with refusing("unsupported"):
-                if is_set:
-                    raise SharedPromptUnsupportedError(lack)
+            if is_set:
+                raise Refused("unsupported", lack)
         # A trial of a sharded model communicates: all ranks get here, or none. What runs as without
         # asks for the same.
         dtype = AUTOCAST_DTYPES.get(trainer.accelerator.mixed_precision)
@@ -177,55 +160,25 @@ class PromptOnce:
             samples = read_padded(ids, mask, ids.shape[1] - width)
         if not all(samples.prompt_lens or ()):
             raise Refused("no_prompts", REASONS["no_prompts"])
-        batch = pack(samples, pipeline.planned(samples, sharing.options._replace(min_shared=None)))
+        tree = pipeline.planned(samples, sharing.options._replace(min_shared=None))
+        passes = PASSES if torch.is_grad_enabled() else 1.0
+        trunks = Trunks(0.0, passes=passes, is_bounded=True, in_order=True)
+        divided = divided_trees(tree, [range(*pair) for pair in pairwise(bounds)], trunks)
+        if not divided.numbers:
+            return []
+        order = [index for chosen in divided.sequences for index in chosen]
+        samples = read_padded(ids[order], mask[order], ids.shape[1] - width)
+        batch = pack(samples, checked_tree(divided.tree, samples))
         with refusing("unsupported"):
             check_can_be_cut(model, batch)
-            found = cut_of_slices(batch.tree, bounds)
-            with_entropy = bool(options.get("compute_entropy"))
-            options = dict(with_entropy=with_entropy, self_check=sharing.options.self_check)
-            lens, replicated = batch.tree.node_lens, batch.sequence_lens
-            cut = Cut(lens, batch.tree.node_parents, tuple(piece for _, piece in found))
-            siblings = []
-            for place, (slices, piece) in enumerate(found):
-                if piece.parts:  # keep keys of their own each: slices of several prompts may alternate
-                    pieces = _Pieces(model, batch, cut, **options)
-                    rows = [sum(lens[node] for node in part.nodes) for part in piece.parts]
-                    rows[0] += sum(lens[node] for node in piece.nodes)
-                    tokens = [sum(replicated[bounds[index] : bounds[index + 1]]) for index in slices]
-                    siblings.append(_Siblings(slices, pieces.outermost.inner(place), tokens, rows))
-                elif len(slices) > 1:
-                    self.say("samples", "shared ones have no rows, or more than any of the micro-batches")
+        siblings, numbers = [], iter(divided.numbers)
+        for piece in divided.cut.pieces:  # keep keys of their own each: slices of several prompts may alternate
+            pieces = _Pieces(
+                model, batch, divided.cut, with_entropy=bool(options.get("compute_entropy")),
+                self_check=sharing.options.self_check, counts=[*map(len, divided.sequences)],
+            )  # fmt: skip
+            siblings.append(_Siblings([next(numbers) for _ in range(passes_of([piece]).count("P"))], pieces, piece))
         return siblings
-
-
-def cut_of_slices(tree: PrefixTree, bounds: Sequence[int]) -> list[tuple[tuple[int, ...], Piece]]:
-    """Groups of slices that share prompts, and of each a piece of the tree: prompts of several slices, and its slices.
-
-    It has no parts where its slices have to run as they are: a single one; prompts longer than any of the slices with
-    their own, whose second pass would need more memory.
-
-    Args:
-        tree: of `PrefixTree.of_prompts`, with rows for each sequence.
-        bounds: of slices, between sequences.
-    """
-    lens, parents = tree.node_lens, tree.node_parents
-    leaves = [tree.leaves[begin:end] for begin, end in pairwise(bounds)]
-    roots = [{parents[leaf] for leaf in own} for own in leaves]
-    counts = Counter(chain.from_iterable(roots))
-
-    def piece(nodes: Iterable[int], parts: Iterable[Piece] = ()) -> Piece:
-        return Piece(tuple(sorted(nodes)), tuple(parts))
-
-    found = []
-    for slices in linked(roots):
-        whole = [{*leaves[index], *roots[index]} for index in slices]
-        shared = {root for index in slices for root in roots[index] if counts[root] > 1}
-        longest = max(sum(lens[node] for node in nodes) for nodes in whole)
-        if 0 < sum(lens[root] for root in shared) <= longest:
-            found.append((tuple(slices), piece(shared, (piece(nodes - shared) for nodes in whole))))
-        else:
-            found.append((tuple(slices), piece(set().union(*whole))))
-    return found
 
 
 class _Pieces(Pieces):
@@ -253,67 +206,75 @@ class _Windows(TrainerCallback):
         self._once.drop()
 
 
-class _Run:
+class _Run(Passes):
     """Slices that run one after the other, on all ranks alike; called as a model is, it scores the next one.
 
-    Wrappers communicate in forwards and backwards: where another rank has a pass over prompts, this one runs two tokens
-    that owe nothing to any loss.
-
-    Attributes:
-        guard: closed when all gradients of prompts are there.
-        name: of the pass that runs.
+    Each slice is a slot, which passes over prompts begin and end.
     """
 
     def __init__(
         self, once: PromptOnce, model: Any, ids: Tensor, mask: Tensor, bounds: Sequence[int],
-        siblings: Sequence[_Siblings], keeps: Sequence[bool], injects: Sequence[bool],
+        siblings: Sequence[_Siblings],
     ) -> None:  # fmt: skip
         self._once, self._trainer, self._model = once, once.trainer, model
         self._ids, self._mask, self._bounds = ids, mask, bounds
-        self._siblings = {place: group for group in siblings for place in group.slices}
-        self._keeps, self._injects = keeps, injects
-        self._has_gradients = torch.is_grad_enabled()
-        self._place, self._has_run = 0, False  # the slice, and whether it has been scored
-        self._part = ExitStack()  # of the slice, until its backward has run
-        self.guard, self.name = ExitStack(), ""
-        if self._has_gradients:
-            self.guard.enter_context(_without_steps(self._trainer))
+        self._slice, self._has_run = 0, False  # and whether it has been scored
+        self._siblings: dict[int, _Siblings] = {}
+        self._passes: dict[int, Generator[Due | None, None, None]] = {}  # of these
+        self._letters = ["P"] * (len(bounds) - 1)
+        keep: Keep | None = "kv" if torch.is_grad_enabled() else None
+        for group in siblings:
+            passes = self.below(Trunk(group.pieces, Piece((), (group.piece,))))
+            for place, slot in zip(group.slices, re.findall("F*PB*", passes_of([group.piece]))):
+                self._siblings[place], self._passes[place] = group, passes
+                self._letters[place] = slot if keep else slot.rstrip("B")
+        super().__init__([letters_of(slot, keep) for slot in self._letters], all_ranks(), keep is not None)
+        self._ends = [*accumulate(map(len, self.slots))]
+        self._guard = ExitStack()
+        if self.has_gradients and self.has_prompts:
+            self._guard.enter_context(_without_steps(self._trainer))
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if slices share any, on any rank."""
+        return self._ends[-1] > len(self._ends)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    @property
-    def is_followed(self) -> bool:
-        """True if prompts run behind the slice, on any rank."""
-        return self._injects[self._place]
+    def own_passes(self) -> Generator[Due | None, None, None]:
+        for place, slot in enumerate(self._letters):
+            for letter in slot:
+                due: Due | None = letter == "P" or None
+                if place in self._siblings:
+                    try:
+                        with refusing("unsupported") if letter == "F" else nullcontext():
+                            due = next(self._passes[place])
+                    except Refused as refused:  # by layers that no configuration tells of
+                        self._once.refused = refused.refusal
+                        self._once.say(*refused.refusal)
+                        self.forgo()
+                elif due is None:
+                    self.run_dummy("F" if letter == "F" else "B")
+                yield due
+            if place in self._siblings and self._siblings[place].slices[-1] == place:
+                next(self._passes[place], None)
 
     def __call__(self, **inputs: Any) -> Any:
         """The output of TRL's forward for a slice."""
-        if self._has_run or torch.is_grad_enabled() != self._has_gradients:  # for something else
+        if self._has_run or torch.is_grad_enabled() != self.has_gradients:  # for something else
             return self._as_without(inputs)
-        self._has_run, place = True, self._place
+        self._has_run, place = True, self._slice
         if place in self._siblings and not self._is_slice(inputs):
             message = "the trainer scores other tokens than its rollouts'"
             self._once.say("samples", message)
             if not self.forgo():
                 raise SharedPromptError("prompt_once", f"False, as {message}", True)
-        group = self._siblings.get(place)
-        self.name = f"the first pass of prompts of slice {place}"
-        if group is not None and group.slices[0] == place:
-            try:
-                with refusing("unsupported"):
-                    group.trunk.keep()
-            except Refused as refused:  # by layers that no configuration tells of
-                self._once.refused = refused.refusal
-                self._once.say(*refused.refusal)
-                self.forgo()
-        elif self._keeps[place]:
-            with torch.no_grad():
-                self._dummy()
+        self.advance(self._ends[place])
+        due = self.take()
         self.name = f"slice {place}"
-        group = self._siblings.get(place)
-        output = self._as_without(inputs) if group is None else self._scores(group, inputs)
-        if not self._has_gradients:
+        output = self._scores(due, inputs) if isinstance(due, Part) else self._as_without(inputs)
+        if not self.has_gradients:
             self.end_slice()
         return output
 
@@ -327,48 +288,62 @@ class _Run:
             sharing.tried = None
 
     def _is_slice(self, inputs: dict[str, Any]) -> bool:
-        rows = slice(*self._bounds[self._place : self._place + 2])
+        rows = slice(*self._bounds[self._slice : self._slice + 2])
         given = inputs["input_ids"], inputs["attention_mask"]
         return all(torch.equal(own[rows], other) for own, other in zip((self._ids, self._mask), given))
 
-    def _scores(self, group: _Siblings, inputs: dict[str, Any]) -> FusedCausalLMOutput:
-        index = group.slices.index(self._place)
-        part = self._part.enter_context(group.trunk.part(index))
-        self._trainer._sharing.tally.add(group.replicated[index], group.rows[index])
+    def _scores(self, due: Part, inputs: dict[str, Any]) -> FusedCausalLMOutput:
+        trunk, (slices, pieces, _) = due.trunk, self._siblings[self._slice]
+        with trunk.part(due.number) as part:
+            tokens = sum(pieces.batch.sequence_lens[index] for index in part.sequences)
+        rows = pieces.cut.rows_of(due.piece)  # the first slice has those of the prompts too
+        self._trainer._sharing.tally.add(tokens, rows + trunk.rows * (slices[0] == self._slice))
         places = inputs["labels"][:, 1:] != IGNORED_LABEL
         entropy = None if part.entropy is None else pipeline.scattered(part.entropy, places)
         return FusedCausalLMOutput(log_probs=pipeline.scattered(part.logps, places), entropy=entropy)
 
     def forgo(self) -> bool:
         """`PromptOnce.forgo`."""
-        group = self._siblings.get(self._place)
-        if group is not None and group.slices[0] != self._place:
-            return False
-        if group is not None:
-            self._part = ExitStack()  # not closed, which would say that a backward has run
-            group.trunk.close()
-            for place in group.slices:
-                del self._siblings[place]
+        group = self._siblings.get(self._slice)
+        if group is None or group.slices[0] != self._slice:
+            return group is None
+        self._passes[self._slice].close()
+        for place in group.slices:
+            del self._siblings[place]
         return True
+
+    def slice_context(self) -> AbstractContextManager[Any]:
+        """That of the next slice's own forward and backward."""
+        return self.synchronised([letter for letter, _ in self.slots[self._slice]].count("B") < 2)
 
     def end_slice(self) -> bool:
         """After the backward of a slice: run the prompts whose last slice that was; True after the last slice."""
-        self._part.close()
-        group, place = self._siblings.get(self._place), self._place
-        is_last = group is not None and group.slices[-1] == place
-        if self._has_gradients and self._injects[place]:
-            self.name = f"the last pass of prompts of slice {place}"
-            accelerator = self._trainer.accelerator
-            with accelerator.autocast():
-                root = group.trunk.finish() if group is not None and is_last else self._dummy()
-            accelerator.backward(root)
-        if group is not None and is_last:
-            group.trunk.close()
-        self._place, self._has_run = place + 1, False
-        return self._place == len(self._keeps)
+        self.advance(self._ends[self._slice])
+        self._slice, self._has_run = self._slice + 1, False
+        return self._slice == len(self._ends)
 
-    def _dummy(self) -> Tensor:
-        """The root of a pass whose gradients are zeros."""
+    def close(self) -> None:
+        """Let go of everything; gradients may be clipped again."""
+        self._guard.close()
+        for passes in (self._own, *self._passes.values()):
+            passes.close()
+
+    def synchronised(self, is_last: bool) -> AbstractContextManager[Any]:
+        # Gradients are reduced in the last of an optimizer step's backwards alone.
+        accelerator = self._trainer.accelerator
+        if is_last or not accelerator.gradient_state.sync_gradients:
+            return nullcontext()
+        context: AbstractContextManager[Any] = accelerator.no_sync(self._model)
+        return context
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._trainer.accelerator.autocast()
+        return context
+
+    def run_backward(self, root: Tensor) -> None:
+        self._trainer.accelerator.backward(root)
+
+    def dummy_root(self, *, with_gradients: bool) -> Tensor:
         ids = torch.zeros_like(self._ids[:1, :2])
         with self._trainer._sharing.paused():
             output = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)

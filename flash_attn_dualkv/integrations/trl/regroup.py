@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from ...data.divided import linked
 from ...data.given import groups_of
 from ...data.images import images_of
-from ..common.siblings import fill, linked
+from ..common.siblings import fill
 
 
 def keep_siblings_together(slices: list[dict[str, Any]], window: int | None = None) -> list[dict[str, Any]]:

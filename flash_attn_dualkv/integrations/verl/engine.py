@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from ...data.batch import PackedBatch
-from ...data.divided import PASSES
+from ...data.divided import PASSES, Trunks
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ...parallel.agreement import largest_of_ranks
@@ -43,7 +43,6 @@ from .micro_batches import (
     Lengths,
     OutputsOf,
     PackedMicroBatch,
-    Trunks,
     images_of,
     pack_micro_batch,
     packed_as,
@@ -157,7 +156,7 @@ class _SharedPrompts(SharedPrompts):
     @contextmanager
     def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
         # Passes that verl does not know come behind and before its own, in contexts of theirs.
-        is_last = is_last_micro_batch if self.passes is None else self.passes.catch_up()
+        is_last = is_last_micro_batch if self.passes is None else self.passes.advance() and self.passes.is_last
         with self.synchronised(is_last):
             yield
 
@@ -278,7 +277,7 @@ class _SharedPrompts(SharedPrompts):
         kept = kept_cost(unwrap.causal_lm_of(self.stock_module), self._dtype().itemsize)
         is_asked, least = self.options.prompt_once is not None, self.options.min_dedup_ratio
         passes = 1.0 if self.is_forward_only else PASSES
-        return Trunks(kept, least if is_asked else max(least, UNASKED_RATIO), passes, is_asked)
+        return Trunks(kept, least if is_asked else max(least, UNASKED_RATIO), passes, is_bounded=not is_asked)
 
     def _why_not_cut(self, data: TensorDict) -> str | None:
         """Why a prompt and what continues it have to run in one pass."""

@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 
 from ...checks import explain
 from ...data.batch import PackedBatch, pack
-from ...data.divided import DividedTree, divided_trees, split_with_trunks
+from ...data.divided import DividedTrees, Trunks, divided_trees, split_with_trunks
 from ...data.given import position_rows
 from ...data.plan import checked_tree, plan
 from ...data.prefix_tree import PrefixTree
@@ -240,34 +240,18 @@ def _teacher_of(micro_batch: TensorDict, index: Tensor, offsets: Tensor) -> dict
 class Grouped:
     """Micro-batches that keep groups together; `order` where verl does not restore it.
 
-    The last ones are parts of `trees`, in the order of these.
+    With `divided` the last ones are parts, in the order of its numbers.
     """
 
     micro_batches: list[TensorDict]
     indices: list[list[int]] | None
     order: list[int] | None
     budget: int | None
-    trees: list[DividedTree]
+    divided: DividedTrees | None = None
 
 
 # A trunk that nobody has asked for makes the work of its micro-batches so many times less.
 UNASKED_RATIO = 1.05
-
-
-class Trunks(NamedTuple):
-    """How prompts are kept for several micro-batches; arguments of `divided_trees`.
-
-    is_asked: fixed micro-batches may need more memory than without.
-    """
-
-    kept: float
-    least_ratio: float
-    passes: float
-    is_asked: bool
-
-    @property
-    def arguments(self) -> dict[str, float]:
-        return {"kept": self.kept, "least_ratio": self.least_ratio, "passes": self.passes}
 
 
 def grouped_micro_batches(
@@ -317,15 +301,13 @@ def grouped_micro_batches(
             tu.assign_non_tensor(chosen, **{TREE: tree.take([places[index] for index in part])})
         return chosen
 
-    def with_trunks(parts: list[list[int]], budget: int | None = None) -> tuple[list[list[int]], list[DividedTree]]:
+    def with_trunks(parts: list[list[int]], budget: int | None = None) -> tuple[list[list[int]], DividedTrees | None]:
         """The parts in the order in which they run."""
         if trunks is None:
-            return parts, []
-        if budget is None and not trunks.is_asked:
-            budget = max(sum(tree.take(part).node_lens) for part in parts)
-        lonely, trees = divided_trees(tree, parts, max_tokens=budget, **trunks.arguments)
-        continued = [[*chosen] for divided in trees for chosen in divided.sequences]
-        return [parts[number] for number in lonely] + continued, trees
+            return parts, None
+        divided = divided_trees(tree, parts, trunks, budget)
+        ordered = [parts[number] for number in (*divided.lonely, *divided.numbers)]
+        return ordered, divided if divided.numbers else None
 
     if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
         if not wants:
@@ -335,9 +317,9 @@ def grouped_micro_batches(
         if len(order) % size:
             expected = f"a divisor of the {len(order)} samples of a mini-batch and GPU"
             raise ValueError(explain("micro_batch_size_per_gpu", expected, size))
-        parts, trees = with_trunks([order[at : at + size] for at in range(0, len(order), size)])
+        parts, divided = with_trunks([order[at : at + size] for at in range(0, len(order), size)])
         order = [index for part in parts for index in part]
-        return Grouped([*map(selected, parts)], None, order, None, trees)
+        return Grouped([*map(selected, parts)], None, order, None, divided)
     is_refused, is_wanted = largest_of_ranks((reason is not None, wants), dp_group)
     if is_refused or not is_wanted:
         return None
@@ -347,7 +329,7 @@ def grouped_micro_batches(
         if trunks is None:
             own = split_by_token_budget(tree, max_tokens=budget)
         else:
-            own = split_with_trunks(tree, budget, **trunks.arguments)
+            own = split_with_trunks(tree, budget, trunks)
         parts = parts_of(own, together)
         return parts + parts_of(split_by_token_budget(lonely, max_tokens=budget), apart), groups()
 
@@ -359,5 +341,5 @@ def grouped_micro_batches(
             "ppo_infer_max_token_len_per_gpu), times the sequence-parallel ranks"
         )
         raise ValueError(f"{settings}, must hold the longest sequence, and each rank enough of them: {error}") from None
-    parts, trees = with_trunks(parts, budget)
-    return Grouped([*map(selected, parts)], parts, None, budget, trees)
+    parts, divided = with_trunks(parts, budget)
+    return Grouped([*map(selected, parts)], parts, None, budget, divided)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Prompts of verl's FSDP engines once for all micro-batches that divide their samples.
 
-verl's loop runs its micro-batches, forward, loss and backward. Between them, before a forward of verl's, run the passes
-that it does not know: of trunks, whose keys are kept and which get the gradients of all parts, and one row for other
-ranks. What is left runs behind the loop.
+verl's loop runs its micro-batches, forward, loss and backward: the parts. Between them, before a forward of verl's, run
+the passes that it does not know. What is left runs behind the loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -19,11 +19,12 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from ...data.batch import PackedBatch
-from ...data.divided import DividedTree
-from ...data.parts import Cut, Piece, walk
+from ...data.divided import DividedTrees
+from ...data.parts import Cut, Piece
 from ...data.prefix_tree import PrefixTree
-from ..transformers.prompt_once import Plan, add_note, common_string
-from ..transformers.trunk import Pieces, Scores, Trunk
+from ..transformers.passes import Due, Part, letters_of, slots_of
+from ..transformers.passes import Passes as _Passes
+from ..transformers.trunk import Pieces, Scores
 from .micro_batches import TREE, packed_batch
 
 Outputs = dict[str, Tensor]
@@ -34,22 +35,20 @@ class _Pieces(Pieces):
 
     Args:
         engine: that runs a row.
-        data: of all sequences, one micro-batch after the other.
+        data: with all sequences.
         tree, cut: of these.
-        counts: sequences of each micro-batch.
+        sequences: of each part.
     """
 
-    def __init__(self, engine: Any, data: TensorDict, tree: PrefixTree, cut: Cut, counts: Sequence[int]) -> None:
-        self.engine, self.data = engine, data
-        tu.assign_non_tensor(data, **{TREE: tree})
-        batch = packed_batch(data, 1, engine.options)
-        super().__init__(engine.stock_module, batch, cut, self_check=engine.options.self_check)
-        # The micro-batch of a sequence, though its last token may be a trunk's.
-        begin, parts = 0, [piece for piece in walk(cut.pieces) if not piece.parts]
-        self._sequences = {id(piece): [] for piece in walk(cut.pieces)}
-        for piece, count in zip(parts, counts, strict=True):
-            self._sequences[id(piece)] = [*range(begin, begin + count)]
-            begin += count
+    def __init__(
+        self, engine: Any, data: TensorDict, tree: PrefixTree, cut: Cut, sequences: Sequence[Sequence[int]]
+    ) -> None:
+        order = [index for chosen in sequences for index in chosen]
+        self.engine, self.data = engine, tu.index_select_tensor_dict(data, order).to(get_device_id())
+        tu.assign_non_tensor(self.data, **{TREE: tree})
+        batch = packed_batch(self.data, 1, engine.options)
+        check, counts = engine.options.self_check, [*map(len, sequences)]
+        super().__init__(engine.stock_module, batch, cut, self_check=check, counts=counts)
 
     def score(self, row: PackedBatch) -> Scores:
         """All that verl's engine makes of the logits of a row's targets."""
@@ -62,29 +61,24 @@ class _Pieces(Pieces):
         self.engine.run_row(self.data, row, self.keys, dict, loss_of, not torch.is_grad_enabled())
         return tuple(found.values())
 
-    def run_part(
-        self, trunk: Trunk, index: int, micro_batch: TensorDict, loss_function: Any, forward_only: bool
-    ) -> Any:
+    def run_part(self, part: Part, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """verl's forward step of a part."""
-        piece = trunk.piece.parts[index]
+        trunk, piece = part.trunk, part.piece
 
         def outputs_of(scores: Outputs) -> Outputs:
             tokens, found = self.gathered(piece, trunk.leaves, tuple(scores.values()))
             return {name: self._jagged(piece, tokens, values) for name, values in zip(scores, found)}
 
-        number, row = trunk.begin(index)
-        self.engine.statistics.count_part(self._num_tokens(piece), row.layout.num_tokens)
-        output = self.engine.run_row(micro_batch, row, self.keys, outputs_of, loss_function, forward_only)
-        trunk.end(index, number)
-        return output
+        row = trunk.begin(part.number)
+        self.engine.statistics.count_part(sum(self._lens(piece)), row.layout.num_tokens)
+        return self.engine.run_row(micro_batch, row, self.keys, outputs_of, loss_function, forward_only)
 
-    def _num_tokens(self, piece: Piece) -> int:
-        return sum(self.batch.sequence_lens[index] for index in self.sequences_of(piece))
+    def _lens(self, piece: Piece) -> list[int]:
+        return [self.batch.sequence_lens[index] for index in self.sequences_of(piece)]
 
     def _jagged(self, piece: Piece, tokens: Tensor, values: Tensor) -> Tensor:
         """Values of a part's scored tokens as verl has them: each at the place before its token, 0 elsewhere."""
-        sequences = self.sequences_of(piece)
-        lens = [self.batch.sequence_lens[index] for index in sequences]
+        sequences, lens = self.sequences_of(piece), self._lens(piece)
         offsets = self.batch.jagged_offsets[sequences[0] : sequences[-1] + 2]
         places = self.batch.jagged_index.index_select(0, tokens) - offsets[0]
         rows = values.new_zeros(sum(lens)).scatter(0, places, values)
@@ -93,128 +87,57 @@ class _Pieces(Pieces):
         )
 
 
-class _Part(NamedTuple):
-    """A micro-batch of verl's that continues a trunk."""
-
-    pieces: _Pieces
-    trunk: Trunk
-    number: int  # among the trunk's parts
-
-
-# After a pass of this rank: none of verl's is due, one that is no part, or a part.
-Due: TypeAlias = "bool | _Part"
-
-
-class Passes:
+class Passes(_Passes):
     """All passes of a call of the engine on this rank, verl's micro-batches among them.
 
     Args:
         engine: that runs.
         data: a mini-batch.
-        num_lonely: how many micro-batches come first, which are no parts.
-        trees: whose parts the others are, in this order.
-        forward_only: no pass has a backward.
+        count: of its micro-batches; those that are no parts come first.
+        divided: the others, if there are any.
+        has_gradients: of the call.
         group: ranks that agree on their passes.
     """
 
     def __init__(
-        self, engine: Any, data: TensorDict, num_lonely: int, trees: Sequence[DividedTree], forward_only: bool,
-        group: Any,
-    ) -> None:  # fmt: skip
-        self.engine, self.data, self.num_lonely, self.trees = engine, data, num_lonely, trees
-        self.forward_only = forward_only
-        letters = [Plan(divided.cut, "kv").letters for divided in trees]
-        if forward_only:
-            letters = ["F" * len([*walk(divided.cut.pieces)]) for divided in trees]
-        # Those that are no parts are a string of their own: else trunks of ranks that have none would
+        self, engine: Any, data: TensorDict, count: int, divided: DividedTrees | None, has_gradients: bool, group: Any
+    ) -> None:
+        self.engine, self.data, self.divided = engine, data, divided
+        self.num_lonely = count - (0 if divided is None else len(divided.numbers))
+        passes = "P" * self.num_lonely, "" if divided is None else divided.cut.passes
+        lonely, letters = (letters_of(own, "kv" if has_gradients else None) for own in passes)
+        # Those that are no parts are a slot of their own: else trunks of ranks that have none would
         # wait for each other's.
-        lonely = ("F" if forward_only else "B") * num_lonely
-        self._string = [*common_string(lonely, group), *common_string("".join(letters), group)]
-        self._last = len(self._string) - 1
-        self._place = 0
-        self._own = self._passes()
-        self._due: Due = False
-        self._name = "the first pass"
-        self._dummy: _Pieces | None = None
+        super().__init__([lonely, *slots_of(letters)], group, has_gradients)
 
-    def _passes(self) -> Generator[Due, None, None]:
-        """Run this rank's own passes; a pass of verl's is not run but named."""
+    def own_passes(self) -> Generator[Due | None, None, None]:
         for number in range(self.num_lonely):
-            self._name = f"micro-batch {number}"
+            self.name = f"micro-batch {number}"
             yield True
-        for divided in self.trees:
-            order = [index for chosen in divided.sequences for index in chosen]
-            data = tu.index_select_tensor_dict(self.data, order).to(get_device_id())
-            pieces = _Pieces(self.engine, data, divided.tree, divided.cut, [*map(len, divided.sequences)])
-            self.engine.statistics.pairs += pieces.batch.num_pairs
-            yield from self._below(pieces, pieces.outermost)
+        if self.divided is not None:
+            self.engine.statistics.count_trunks(self.divided.cut, self.pieces.batch)
+            yield from self.below(self.pieces.outermost)
 
-    def _below(self, pieces: _Pieces, trunk: Trunk) -> Generator[Due, None, None]:
-        for index, piece in enumerate(trunk.piece.parts):
-            if not piece.parts:
-                self._name = f"a micro-batch, part {index} of {len(trunk.piece.parts)} of its prompt"
-                yield _Part(pieces, trunk, index)
-                continue
-            with trunk.inner(index) as inner:
-                self._name = "the first pass of a prompt"
-                inner.keep()
-                self.engine.statistics.count_trunk(inner.rows - trunk.rows)
-                yield False
-                yield from self._below(pieces, inner)
-                if not self.forward_only:
-                    self._name = "the last pass of a prompt"
-                    with self._synchronised(self._place):
-                        inner.finish().backward()
-                    yield False
+    @cached_property
+    def pieces(self) -> _Pieces:
+        """Of this rank's trees; or of any tokens."""
+        divided = self.divided
+        if divided is not None:
+            return _Pieces(self.engine, self.data, divided.tree, divided.cut, divided.sequences)
+        tree = PrefixTree((length := int(self.data["input_ids"].offsets()[1]),), (-1,), (0,), (length,))
+        return _Pieces(self.engine, self.data, tree, Cut((length,), (-1,), (Piece((0,)),)), [[0]])
 
-    def _synchronised(self, place: int) -> AbstractContextManager[Any]:
-        """The context of a backward: gradients are synchronised in the last one of all ranks."""
-        if self.forward_only:
-            return nullcontext()
-        context: AbstractContextManager[Any] = self.engine.synchronised(place == self._last)
+    def dummy_root(self, *, with_gradients: bool) -> Tensor:
+        return self.pieces.run_dummy(with_gradients=with_gradients)
+
+    def synchronised(self, is_last: bool) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.engine.synchronised(is_last)
         return context
-
-    def catch_up(self) -> bool:
-        """Run all passes before verl's next micro-batch; True if that is the last of all ranks' passes."""
-        while not self._due and self._place <= self._last:
-            letter, is_own = self._string[self._place]
-            if is_own:
-                self._due = next(self._own)
-            else:
-                self._run_dummy(letter)
-            self._place += not self._due
-        return self._place == self._last
-
-    def _run_dummy(self, letter: str) -> None:
-        if self._dummy is None:  # of any tokens
-            data = tu.index_select_tensor_dict(self.data, [0]).to(get_device_id())
-            tree = PrefixTree((length := int(data["input_ids"].offsets()[-1]),), (-1,), (0,), (length,), "gather")
-            self._dummy = _Pieces(self.engine, data, tree, Cut((length,), (-1,), (Piece((0,)),)), [1])
-        with self._synchronised(self._place):
-            root = self._dummy.run_dummy(with_gradients=letter == "B")
-            if letter == "B":
-                root.backward()
 
     def run(self, micro_batch: TensorDict, loss_function: Any, stock: Callable[[], Any]) -> Any:
         """verl's forward step of its next micro-batch; `stock`: of one that is no part."""
-        self.catch_up()
-        due, self._due = self._due, False
-        self._place += 1
-        if not isinstance(due, _Part):
+        self.advance()
+        due = self.take()
+        if not isinstance(due, Part):
             return stock()
-        return due.pieces.run_part(due.trunk, due.number, micro_batch, loss_function, self.forward_only)
-
-    def finish(self) -> None:
-        """Run what comes behind verl's last micro-batch."""
-        with torch.set_grad_enabled(not self.forward_only):
-            self.catch_up()
-            next(self._own, None)
-
-    def close(self) -> None:
-        """Let go of everything, after an error as well."""
-        self._own.close()
-
-    def explain(self, error: Exception) -> None:
-        """Say in the message of an error which pass it comes from."""
-        left = "" if self.forward_only else ": .grad has gradients of the passes before it"
-        add_note(error, f"in {self._name} (prompt_once){left}")
+        return self.pieces.run_part(due, micro_batch, loss_function, not self.has_gradients)

@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import EngineRegistry
 
 from ...data.batch import PackedBatch
+from ...data.divided import Trunks
 from ...errors import SharedPromptError
 from ...parallel.agreement import all_ranks, largest_of_ranks
 from ..common.options import PREFIX, REASONS, Options, Refusal, kernels_refusal
@@ -25,7 +27,7 @@ from ..common.patching import replace_once
 from ..common.pipeline import Verification
 from ..transformers.admission.table import FirstUseError
 from .losses import of_micro_batches
-from .micro_batches import Lengths, Trunks, grouped_micro_batches, why_not
+from .micro_batches import Lengths, grouped_micro_batches, why_not
 from .prompt_once import Passes
 from .route_keys import divided_prompts
 from .statistics import Statistics
@@ -166,21 +168,11 @@ class SharedPrompts:
         self.has_gradients |= not forward_only
         self.is_forward_only = forward_only
         self.division = None if forward_only else of_micro_batches(loss_function, data)
-        token = _running.set(self)
         begin = time.perf_counter()
-        try:
+        with ExitStack() as self.call:
+            self.call.callback(_running.reset, _running.set(self))
+            self.call.callback(setattr, self, "passes", None)
             output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-            if self.passes is not None:
-                self.passes.finish()
-        except Exception as error:
-            if self.passes is not None:
-                self.passes.explain(error)
-            raise
-        finally:
-            _running.reset(token)
-            if self.passes is not None:
-                self.passes.close()
-                self.passes = None
         get_torch_device().synchronize()
         if not output:  # of other pipeline stages than the last
             return output
@@ -249,10 +241,10 @@ class SharedPrompts:
         else:
             self.budget, self.order = found.budget, found.order or []
             micro_batches, indices = found.micro_batches, found.indices
-        trees = [] if found is None else found.trees
-        if trunks is not None and any(largest_of_ranks([len(trees)], dp_group)):
-            lonely = len(micro_batches) - sum(len(divided.numbers) for divided in trees)
-            self.passes = Passes(self, data, lonely, trees, self.is_forward_only, dp_group)
+        divided = None if found is None else found.divided
+        if trunks is not None and any(largest_of_ranks([divided is not None], dp_group)):
+            self.passes = Passes(self, data, len(micro_batches), divided, not self.is_forward_only, dp_group)
+            self.call.enter_context(self.passes)
         return micro_batches, indices
 
 

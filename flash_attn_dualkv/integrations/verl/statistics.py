@@ -6,6 +6,7 @@ from __future__ import annotations
 from verl.utils.flops_counter import FlopsCounter
 
 from ...data.batch import PackedBatch
+from ...data.parts import Cut
 from ...model_shape import causal_pairs
 from ..common.options import PREFIX, REASONS
 from ..common.pipeline import Tally, savings
@@ -41,10 +42,11 @@ class Statistics:
         """A micro-batch that continues a trunk, and its own rows."""
         self.tally.add(replicated, rows)
 
-    def count_trunk(self, rows: int) -> None:
-        """Its rows count once, as those of layers that a checkpoint runs again."""
-        self.trunks += 1
-        self.tally.tokens += rows
+    def count_trunks(self, cut: Cut, batch: PackedBatch) -> None:
+        """Their rows count once, as those of layers that a checkpoint runs again; and all that is seen in a batch."""
+        self.trunks += len(cut.trunks)
+        self.tally.tokens += cut.trunk_rows
+        self.pairs += batch.num_pairs
 
     def count_stock(self, lengths: Lengths, reason: str) -> None:
         totals = list(map(int.__add__, lengths.prompts, lengths.responses))
