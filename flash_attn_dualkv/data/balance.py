@@ -57,17 +57,17 @@ def balance(
     held: list[set[int]] = [set() for _ in range(ranks)]  # the nodes that a rank has
     loads = [0.0] * ranks
     parts = below(tree, _tops(tree, share + (over > 0)))
-    for rest in sorted(parts, key=lambda members: cost(_on_paths(tree, members)), reverse=True):
+    for rest in sorted(parts, key=lambda members: cost(tree.held(members)[0]), reverse=True):
         while rest:
             rooms = [max(0, share + (over > 0) - len(own)) for own in found]
             roomy = [rank for rank, room in enumerate(rooms) if room >= len(rest)]
             if roomy:
-                nodes = _on_paths(tree, rest)
+                nodes = {*tree.held(rest)[0]}
                 rank = min(roomy, key=lambda rank: loads[rank] - cost(nodes & held[rank]))
             else:
                 rank = min(range(ranks), key=lambda rank: (len(found[rank]), loads[rank]))
             taken, rest = rest[: rooms[rank]], rest[rooms[rank] :]
-            nodes = _on_paths(tree, taken)
+            nodes = {*tree.held(taken)[0]}
             loads[rank] += cost(nodes - held[rank])
             held[rank] |= nodes
             found[rank] += taken
@@ -79,17 +79,6 @@ def _costs(tree: PrefixTree, token_cost: float) -> list[float]:
     """(n,) of the rows of each node."""
     pairs = map(visible_pairs, tree.begins, tree.node_lens)
     return [own + token_cost * length for own, length in zip(pairs, tree.node_lens)]
-
-
-def _on_paths(tree: PrefixTree, members: Sequence[int]) -> set[int]:
-    """The nodes of the paths of sequences."""
-    found: set[int] = set()
-    for index in members:
-        node = tree.leaves[index]
-        while node >= 0 and node not in found:
-            found.add(node)
-            node = tree.node_parents[node]
-    return found
 
 
 def _tops(tree: PrefixTree, most: int) -> list[int]:

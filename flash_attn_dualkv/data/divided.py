@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from ..errors import SharedPromptError
 from .parts import TILE, Cut, Run, Runs, cut_of, walk
 from .prefix_tree import PrefixTree
-from .split import split_by_token_budget
+from .split import below, split_by_token_budget
 
 # Of a trunk's row, where a part's costs 1: a forward, a recomputed one and a backward of twice its
 # work are 4, and the trunk's first forward is 1 more.
@@ -35,9 +35,9 @@ class Trunks(NamedTuple):
         least_ratio: a trunk must make the work of its micro-batches so many times less.
         passes: what a trunk's row costs, where a part's costs 1; 1 without gradients.
         is_bounded: no pass has more rows than the largest micro-batch, with what is kept for it.
-        in_order: parts run in the order of their micro-batches: a single trunk has all that micro-batches which share
-            anything have in common, and each of them has some of it. Else a trunk is a path of nodes that all samples
-            of its micro-batches have, and continues others.
+        in_order: parts run in the order of their micro-batches: a single trunk has all that those which share anything
+            have in common. Else a trunk is a path of nodes that all samples of its micro-batches have, may continue
+            another one, and those of most parts are first.
     """
 
     kept: float = 1.0
@@ -53,7 +53,7 @@ class DividedTrees:
 
     Attributes:
         lonely: numbers of micro-batches that are no parts.
-        numbers: of those that are, in the order in which their parts run, trees of most parts first.
+        numbers: of those that are, in the order in which their parts run.
         sequences: of each of these.
         tree: of all of these sequences, one micro-batch after the other. Nodes that no trunk has are copied.
         cut: of the tree. No sequence needs a trunk's own loss: those that end in one are a part's.
@@ -90,7 +90,7 @@ def divided_trees(
     numbers: list[int] = []
     pieces: list[Runs] = []
     items = planner.below([*range(len(micro_batches))], frozenset())
-    for item in sorted(items, key=lambda item: -len(_numbers([item]))):
+    for item in sorted(items, key=lambda item: 0 if trunks.in_order else -len(_numbers([item]))):
         found = None
         if isinstance(item, _Trunk):
             with suppress(SharedPromptError):  # a pass has no room
@@ -149,7 +149,11 @@ class _Planner:
         """What continues nodes that all samples of these micro-batches have."""
         parts: list[int | _Trunk] = []
         trunks: list[int | _Trunk] = []
-        for cluster in linked(self.inner[number] - above for number in numbers):
+        clusters = linked(self.inner[number] - above for number in numbers)
+        if self.trunks.in_order:  # those that lie between others are among them
+            spans = linked(range(cluster[0], cluster[-1] + 1) for cluster in clusters)
+            clusters = [sorted(place for at in span for place in clusters[at]) for span in spans]
+        for cluster in clusters:
             own = [numbers[place] for place in cluster]
             if len(own) < 2:
                 parts += own
@@ -261,18 +265,13 @@ def split_with_trunks(tree: PrefixTree, max_tokens: int, trunks: Trunks) -> list
     sizes = Counter[int]()
     for root, size in zip(tree.roots, tree.node_lens):
         sizes[root] += size
-    groups: dict[int, list[int]] = {}
-    for index, leaf in enumerate(tree.leaves):
-        root = tree.roots[leaf] if leaf >= 0 else -1
-        groups.setdefault(root if sizes[root] > max_tokens else -1, []).append(index)
+    groups = below(tree, [root if sizes[root] > max_tokens else -1 for root in tree.roots])
     with suppress(SharedPromptError):  # no room for a sequence beside what is kept
-        scaled = {
-            root: _scaled(tree.take(chosen), max_tokens, max(1.0, trunks.kept)) for root, chosen in groups.items()
-        }
+        scaled = [_scaled(tree.take(chosen), max_tokens, max(1.0, trunks.kept)) for chosen in groups]
         others = [
             [chosen[at] for at in part]
-            for root, chosen in groups.items()
-            for part in split_by_token_budget(scaled[root], max_tokens=max_tokens)
+            for chosen, own in zip(groups, scaled)
+            for part in split_by_token_budget(own, max_tokens=max_tokens)
         ]
         return min(stock, others, key=work)
     return stock

@@ -32,6 +32,7 @@ from tiny_trl import (
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.integrations.transformers.trunk import Trunk
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
 GRPO = shared.SharedPromptGRPOTrainer
@@ -320,7 +321,7 @@ def test_layers_that_no_configuration_tells_of(
         tried.append(trunk)
         raise SharedPromptError("model", "layers that run once in a forward", "0 twice")
 
-    monkeypatch.setattr(once.Trunk, "keep", keep)
+    monkeypatch.setattr(Trunk, "keep", keep)
     stock, made = (
         prepared(cls, tiny_model("qwen3", dtype=torch.float64, attention="sdpa"), tmp_path, slices, **options)
         for cls, options in ((trl.GRPOTrainer, {}), (GRPO, ONCE))

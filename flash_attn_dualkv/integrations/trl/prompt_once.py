@@ -12,16 +12,14 @@ import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ...data.batch import IGNORED_LABEL, PackedBatch, pack
 from ...data.divided import PASSES, Trunks, divided_trees
-from ...data.parts import Piece, passes_of
 from ...data.plan import checked_tree
 from ...data.samples import read_padded
 from ...errors import SharedPromptError
@@ -31,18 +29,10 @@ from ..common.options import AUTOCAST_DTYPES, REASONS, Refusal, Refused, refusin
 from ..transformers.admission.unwrap import causal_lm_of, lora_dropouts
 from ..transformers.packed_forward import packed_forward, packed_row
 from ..transformers.passes import Due, Part, Passes, letters_of
-from ..transformers.trunk import Keep, Pieces, Scores, Trunk, check_can_be_cut, root_of
+from ..transformers.trunk import Keep, Pieces, Scores, check_can_be_cut, root_of
 
 # Methods of accelerators.
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
-
-
-class _Siblings(NamedTuple):
-    """Slices that share prompts, in their order, and a piece of their window's tree: the prompts and the slices."""
-
-    slices: Sequence[int]
-    pieces: Pieces
-    piece: Piece
 
 
 class PromptOnce:
@@ -50,35 +40,33 @@ class PromptOnce:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.callback = _Windows(self)
         self.refused: Refusal | None = None  # by a layer
         self._window_end = -1  # the step with which the next window begins
         self._planned_end = -1  # the step up to which slices have been looked at
         self._run: _Run | None = None
 
-    def begin_window(self) -> None:
-        self.drop()
-        self._planned_end = -1
-        self._window_end = self.trainer._step + self.trainer.current_gradient_accumulation_steps
-
-    def drop(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.close()
-
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
         """The context of a training step; the passes of prompts that follow it run behind it."""
+        trainer = self.trainer
+        if trainer._step >= self._window_end:
+            self._window_end = trainer._step + trainer.current_gradient_accumulation_steps
         try:
             with nullcontext() if self._run is None else self._run.slice_context():
                 yield
             if self._run is not None and self._run.end_slice():
-                self.drop()
+                self._drop()
         except Exception as error:
             if self._run is not None:
                 self._run.explain(error)
-            self.drop()
+            self._drop()
+            self._window_end = self._planned_end = -1
             raise
+
+    def _drop(self) -> None:
+        if self._run is not None:
+            self._run.close()
+        self._run = None
 
     def scorer(
         self, model: Any, ids: Tensor, mask: Tensor, width: int, batch_size: int | None = None, **options: Any
@@ -111,13 +99,13 @@ class PromptOnce:
         """The run of slices, which are rows between `bounds`; None if none of them share prompts on any rank."""
         if len(bounds) < 3:
             return None
-        siblings: list[_Siblings] = []
+        found: tuple[Sequence[int], Pieces | None] = (), None
         try:
             with self.trainer.accelerator.autocast():
-                siblings = self._siblings_of(model, ids, mask, width, bounds, options)
+                found = self._parts_of(model, ids, mask, width, bounds, options)
         except Refused as refused:
             self.say(*refused.refusal)
-        run = _Run(self, model, ids, mask, bounds, siblings)
+        run = _Run(self, model, ids, mask, bounds, *found)
         return run if run.has_prompts else None
 
     def forgo(self) -> bool:
@@ -129,10 +117,10 @@ class PromptOnce:
         text = f"A prompt is computed anew in each of its micro-batches, in spite of prompt_once: {message}"
         self.trainer._sharing.say(f"prompt_once, {reason}", text)
 
-    def _siblings_of(
+    def _parts_of(
         self, model: Any, ids: Tensor, mask: Tensor, width: int, bounds: Sequence[int], options: dict[str, Any]
-    ) -> list[_Siblings]:
-        """The groups of slices that share prompts. Raises Refused."""
+    ) -> tuple[Sequence[int], Pieces | None]:
+        """The slices that share prompts, and the pieces whose parts they are. Raises Refused."""
         trainer, causal_lm = self.trainer, causal_lm_of(model)
         sharing, args = trainer._sharing, trainer.args
         if sharing.off is not None:
@@ -165,20 +153,17 @@ class PromptOnce:
         trunks = Trunks(0.0, passes=passes, is_bounded=True, in_order=True)
         divided = divided_trees(tree, [range(*pair) for pair in pairwise(bounds)], trunks)
         if not divided.numbers:
-            return []
+            return (), None
         order = [index for chosen in divided.sequences for index in chosen]
         samples = read_padded(ids[order], mask[order], ids.shape[1] - width)
         batch = pack(samples, checked_tree(divided.tree, samples))
         with refusing("unsupported"):
             check_can_be_cut(model, batch)
-        siblings, numbers = [], iter(divided.numbers)
-        for piece in divided.cut.pieces:  # keep keys of their own each: slices of several prompts may alternate
-            pieces = _Pieces(
-                model, batch, divided.cut, with_entropy=bool(options.get("compute_entropy")),
-                self_check=sharing.options.self_check, counts=[*map(len, divided.sequences)],
-            )  # fmt: skip
-            siblings.append(_Siblings([next(numbers) for _ in range(passes_of([piece]).count("P"))], pieces, piece))
-        return siblings
+        pieces = _Pieces(
+            model, batch, divided.cut, with_entropy=bool(options.get("compute_entropy")),
+            self_check=sharing.options.self_check, counts=[*map(len, divided.sequences)],
+        )  # fmt: skip
+        return divided.numbers, pieces
 
 
 class _Pieces(Pieces):
@@ -193,19 +178,6 @@ class _Pieces(Pieces):
         return tuple(value[0].index_select(0, row.token_index) for value in values)
 
 
-class _Windows(TrainerCallback):
-    """Says where the steps begin that one optimizer step accumulates."""
-
-    def __init__(self, once: PromptOnce) -> None:
-        self._once = once
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._once.begin_window()
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._once.drop()
-
-
 class _Run(Passes):
     """Slices that run one after the other, on all ranks alike; called as a model is, it scores the next one.
 
@@ -213,21 +185,20 @@ class _Run(Passes):
     """
 
     def __init__(
-        self, once: PromptOnce, model: Any, ids: Tensor, mask: Tensor, bounds: Sequence[int],
-        siblings: Sequence[_Siblings],
+        self, once: PromptOnce, model: Any, ids: Tensor, mask: Tensor, bounds: Sequence[int], numbers: Sequence[int],
+        pieces: Pieces | None,
     ) -> None:  # fmt: skip
         self._once, self._trainer, self._model = once, once.trainer, model
         self._ids, self._mask, self._bounds = ids, mask, bounds
         self._slice, self._has_run = 0, False  # and whether it has been scored
-        self._siblings: dict[int, _Siblings] = {}
-        self._passes: dict[int, Generator[Due | None, None, None]] = {}  # of these
+        self._pieces = pieces  # whose parts are slices; None: no slice is one
         self._letters = ["P"] * (len(bounds) - 1)
         keep: Keep | None = "kv" if torch.is_grad_enabled() else None
-        for group in siblings:
-            passes = self.below(Trunk(group.pieces, Piece((), (group.piece,))))
-            for place, slot in zip(group.slices, re.findall("F*PB*", passes_of([group.piece]))):
-                self._siblings[place], self._passes[place] = group, passes
+        if pieces is not None:
+            self._passes = self.below(pieces.outermost)
+            for place, slot in zip(numbers, re.findall("F*PB*", pieces.cut.passes)):
                 self._letters[place] = slot if keep else slot.rstrip("B")
+        self._parts = {*numbers}
         super().__init__([letters_of(slot, keep) for slot in self._letters], all_ranks(), keep is not None)
         self._ends = [*accumulate(map(len, self.slots))]
         self._guard = ExitStack()
@@ -246,10 +217,10 @@ class _Run(Passes):
         for place, slot in enumerate(self._letters):
             for letter in slot:
                 due: Due | None = letter == "P" or None
-                if place in self._siblings:
+                if place in self._parts:
                     try:
                         with refusing("unsupported") if letter == "F" else nullcontext():
-                            due = next(self._passes[place])
+                            due = next(self._passes)
                     except Refused as refused:  # by layers that no configuration tells of
                         self._once.refused = refused.refusal
                         self._once.say(*refused.refusal)
@@ -257,15 +228,13 @@ class _Run(Passes):
                 elif due is None:
                     self.run_dummy("F" if letter == "F" else "B")
                 yield due
-            if place in self._siblings and self._siblings[place].slices[-1] == place:
-                next(self._passes[place], None)
 
     def __call__(self, **inputs: Any) -> Any:
         """The output of TRL's forward for a slice."""
         if self._has_run or torch.is_grad_enabled() != self.has_gradients:  # for something else
             return self._as_without(inputs)
         self._has_run, place = True, self._slice
-        if place in self._siblings and not self._is_slice(inputs):
+        if place in self._parts and not self._is_slice(inputs):
             message = "the trainer scores other tokens than its rollouts'"
             self._once.say("samples", message)
             if not self.forgo():
@@ -293,23 +262,21 @@ class _Run(Passes):
         return all(torch.equal(own[rows], other) for own, other in zip((self._ids, self._mask), given))
 
     def _scores(self, due: Part, inputs: dict[str, Any]) -> FusedCausalLMOutput:
-        trunk, (slices, pieces, _) = due.trunk, self._siblings[self._slice]
-        with trunk.part(due.number) as part:
+        pieces: Any = self._pieces
+        with due.trunk.part(due.number) as part:
             tokens = sum(pieces.batch.sequence_lens[index] for index in part.sequences)
         rows = pieces.cut.rows_of(due.piece)  # the first slice has those of the prompts too
-        self._trainer._sharing.tally.add(tokens, rows + trunk.rows * (slices[0] == self._slice))
+        self._trainer._sharing.tally.add(tokens, rows + due.trunk.rows * (due.number == 0))
         places = inputs["labels"][:, 1:] != IGNORED_LABEL
         entropy = None if part.entropy is None else pipeline.scattered(part.entropy, places)
         return FusedCausalLMOutput(log_probs=pipeline.scattered(part.logps, places), entropy=entropy)
 
     def forgo(self) -> bool:
-        """`PromptOnce.forgo`."""
-        group = self._siblings.get(self._slice)
-        if group is None or group.slices[0] != self._slice:
-            return group is None
-        self._passes[self._slice].close()
-        for place in group.slices:
-            del self._siblings[place]
+        """`PromptOnce.forgo`, of all slices to come as well."""
+        if self._slice not in self._parts or "F" not in self._letters[self._slice]:
+            return self._slice not in self._parts
+        self._passes.close()
+        self._parts.clear()
         return True
 
     def slice_context(self) -> AbstractContextManager[Any]:
@@ -325,8 +292,9 @@ class _Run(Passes):
     def close(self) -> None:
         """Let go of everything; gradients may be clipped again."""
         self._guard.close()
-        for passes in (self._own, *self._passes.values()):
-            passes.close()
+        self._own.close()
+        if self._pieces is not None:
+            self._passes.close()
 
     def synchronised(self, is_last: bool) -> AbstractContextManager[Any]:
         # Gradients are reduced in the last of an optimizer step's backwards alone.

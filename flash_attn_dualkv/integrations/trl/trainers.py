@@ -85,7 +85,6 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self._share()
         if self._once is not None:
             self.siblings_window = self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
-            self.add_callback(self._once.callback)  # type: ignore[attr-defined]
 
     def _share(self: Any) -> None:
         """Let the policy and the reference share prompts, as soon as TRL has prepared them."""

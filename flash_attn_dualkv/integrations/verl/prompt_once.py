@@ -70,7 +70,7 @@ class _Pieces(Pieces):
             return {name: self._jagged(piece, tokens, values) for name, values in zip(scores, found)}
 
         row = trunk.begin(part.number)
-        self.engine.statistics.count_part(sum(self._lens(piece)), row.layout.num_tokens)
+        self.engine.statistics.tally.add(sum(self._lens(piece)), row.layout.num_tokens)
         return self.engine.run_row(micro_batch, row, self.keys, outputs_of, loss_function, forward_only)
 
     def _lens(self, piece: Piece) -> list[int]:

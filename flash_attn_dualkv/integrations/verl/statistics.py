@@ -38,10 +38,6 @@ class Statistics:
         self.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens, unread=unread)
         self.pairs += batch.num_pairs
 
-    def count_part(self, replicated: int, rows: int) -> None:
-        """A micro-batch that continues a trunk, and its own rows."""
-        self.tally.add(replicated, rows)
-
     def count_trunks(self, cut: Cut, batch: PackedBatch) -> None:
         """Their rows count once, as those of layers that a checkpoint runs again; and all that is seen in a batch."""
         self.trunks += len(cut.trunks)
