@@ -114,7 +114,7 @@ def weights() -> list[Weight]:
         Weight("package without contrib", lines_of(package) - lines_of(contrib), 10_800, 15_078),
         Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 9_610),
         Weight("contrib", lines_of(contrib), 1_000),
-        Weight("tests", lines_of("tests"), 18_000, 28_092),
+        Weight("tests", lines_of("tests"), 18_000, 28_079),
         Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_492),
         Weight("words of docs/*.md", words, 17_000),
         Weight("variables called one", sum(source.names("one") for source in everything), 500),

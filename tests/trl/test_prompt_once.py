@@ -94,12 +94,6 @@ def test_training_equals_stock(name: str, tmp_path: Path) -> None:
     assert replicated == [sum(pair) for pair in zip(off.metric("tokens"), off.metric("tokens_saved"))]
 
 
-def test_lora_of_queries_and_values(tmp_path: Path) -> None:
-    """Of a policy and a reference that are one model, without gradients of embeddings."""
-    step = {**STEP, "gradient_accumulation_steps": 4}
-    runs(tiny_trl.lora_model, tmp_path, stock=tiny_trl.trl.GRPOTrainer, beta=0.1, **step)
-
-
 def test_rloo(tmp_path: Path) -> None:
     class Stock(tiny_trl.parts.SiblingsTogetherMixin, trl.RLOOTrainer):
         pass
@@ -238,21 +232,6 @@ def test_a_trainer_that_does_not_wait_for_prompts(kind: Any, tmp_path: Path) -> 
     # Nothing of it stays.
     made.accelerator.clip_grad_norm_(made.model.parameters(), 1.0)
     made.optimizer.step()
-
-
-def test_weights_that_change_between_the_passes(tmp_path: Path) -> None:
-    """By nothing that is asked before: the second pass has other keys than the first."""
-    slices = slices_of(*GROUPS["a prompt"])
-
-    class Decays(GRPO):
-        def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-            with torch.no_grad():
-                self.model.model.layers[0].self_attn.k_proj.weight.mul_(0.9)
-            return super()._compute_loss(model, inputs)
-
-    made = prepared(Decays, tiny_model("qwen3", dtype=torch.float32, attention="sdpa"), tmp_path, slices, **ONCE)
-    with pytest.raises(SharedPromptError, match="states with the same bits in both passes"):
-        window(made)
 
 
 # --- what runs as without ---------------------------------------------------------------------------------------------
