@@ -115,11 +115,6 @@ class Plan:
     cut: Cut
     keep: Keep
 
-    @property
-    def letters(self) -> str:
-        """The passes, a letter each."""
-        return letters_of(self.cut.passes, self.keep)
-
 
 def plan_backward(
     model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Literal["auto", "kv", "graph"], wrapper: Wrapper
@@ -144,7 +139,7 @@ def plan_backward(
     if keep == "auto" and wrapper.keeps_graphs:
         with suppress(SharedPromptError):
             graph = Plan(cut(held=True), "graph")
-            return graph if len(graph.letters) <= len(plan.letters) else plan
+            return graph if len(graph.cut.passes) <= len(plan.cut.passes) else plan
     return plan
 
 
@@ -279,7 +274,7 @@ class _Backward(Passes):
         self.model, self.batch, self.plan, self.wrapper, self.options = model, batch, plan, wrapper, options
         self._loss_of, self._run_backward = loss_of, backward
         self._found: list[PartScores] = []
-        super().__init__(slots_of(plan.letters), ranks)
+        super().__init__(slots_of(letters_of(plan.cut.passes, plan.keep)), ranks)
 
     @functools.cached_property
     def _pieces(self) -> Pieces:
