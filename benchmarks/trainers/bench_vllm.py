@@ -69,7 +69,6 @@ def roll_out(llm: Any, requests: Sequence[Request], prompt: int, seed: int) -> d
     tokens_of = draw_prompts(1 + max(number for number, _ in requests), prompt, seed)
     prompts = [{"prompt_token_ids": tokens_of[number]} for number, _ in requests]
     lengths = [new for _, new in requests]
-    least = min(lengths)
     sampling = [SamplingParams(temperature=1.0, max_tokens=most, ignore_eos=True, detokenize=False) for most in lengths]
     steps: list[float] = []
     step = llm.llm_engine.step
@@ -88,13 +87,22 @@ def roll_out(llm: Any, requests: Sequence[Request], prompt: int, seed: int) -> d
     finally:
         llm.llm_engine.step = step
     tokens = sum(len(found.token_ids) for output in outputs for found in output.outputs)
+    return timed_rollout(seconds, steps, tokens, lengths)
+
+
+def timed_rollout(seconds: float, steps: Sequence[float], tokens: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """What a row says of a rollout that took so many seconds, its steps, and the tokens that it has sampled.
+
+    Args:
+        lengths: new tokens that were asked for, of each request.
+    """
     assert tokens == sum(lengths), f"expected {sum(lengths)} tokens, got {tokens}"
-    decoding = sorted(steps[-(least // 2) : -3] or steps)  # of equal lengths, all requests decode
+    decoding = sorted(steps[-(min(lengths) // 2) : -3] or steps)  # of equal lengths, all requests decode
     return {
         "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": len(steps),
         "step_ms": 1e3 * statistics.median(decoding),
         "step_ms_10": 1e3 * decoding[len(decoding) // 10], "step_ms_90": 1e3 * decoding[len(decoding) * 9 // 10],
-        "decode_tokens_per_s": len(requests) / statistics.median(decoding),
+        "decode_tokens_per_s": len(lengths) / statistics.median(decoding),
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 """Engines of vLLM with random weights of a known shape, each in a process of its own, and what they sample.
 
 bench_vllm.py, check_vllm.py and mismatch_vllm.py start themselves again for each engine, with --child and its settings;
-such a process says what it has found by `tell`.
+such a process says what it has found by `tell`. sglang_rig.py has what differs for SGLang.
 """
 
 from __future__ import annotations
@@ -131,15 +131,16 @@ def side_by_side(
 
 
 def run_engines(
-    script: str, engines: Sequence[tuple[str, dict[str, Any]]], limit: float, *arguments: str, engines_per_gpu: int = 1
-) -> list[list[Any]]:
-    """What engines, of a name and settings, have told; the output of one that has failed is printed.
+    script: str, engines: Sequence[tuple[str, dict[str, Any]]], limit: float, *arguments: str, engines_per_gpu: int = 1,
+    known: dict[str, dict[str, Any]] = ENGINES,
+) -> list[list[Any]]:  # fmt: skip
+    """What engines, of a name that is known and settings, have told; the output of one that has failed is printed.
 
     Engines run side by side, each on as many GPUs as its tensor parallelism takes.
     """
 
     def run(name: str, settings: dict[str, Any], gpu: dict[str, str]) -> list[Any]:
-        engine = ENGINES[name]
+        engine = known[name]
         given = [*arguments, "--child", json.dumps(settings | engine["settings"])]
         rows, output, end = run_child(script, given, engine["environment"] | gpu, limit)
         print(f"{name}: {len(rows)} results, {end}", flush=True)
@@ -163,6 +164,11 @@ def write_model(engine: Engine, folder: str, length: int) -> None:
         "bos_token_id": 151643, "eos_token_id": 151645,
     }  # fmt: skip
     (Path(folder) / "config.json").write_text(json.dumps(config | engine.config))
+
+
+def graph_sizes(requests: int, tokens: int) -> list[int]:
+    """Rows for which CUDA graphs are captured, for steps of at most so many requests and tokens."""
+    return sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < tokens} | {requests, tokens})
 
 
 def prepare_environment(folder: str, runner: str | None) -> None:
@@ -194,14 +200,14 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
         register()  # where the package is on the path, but not installed
         speculation = engine.options.get("speculative_config", {})
         tokens = requests * (1 + speculation.get("num_speculative_tokens", 0))
-        sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < tokens} | {requests, tokens})
         graphs = {} if engine.graphs is None else {"cudagraph_mode": engine.graphs}
         arguments: dict[str, Any] = {
             "load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": True,
             "max_num_seqs": requests, "max_model_len": length, "gpu_memory_utilization": 0.85, "seed": 0,
             "kernel_config": {"enable_flashinfer_autotune": False},
             "compilation_config": {
-                "mode": 3 if engine.compiles else 0, "backend": "eager", "cudagraph_capture_sizes": sizes, **graphs,
+                "mode": 3 if engine.compiles else 0, "backend": "eager",
+                "cudagraph_capture_sizes": graph_sizes(requests, tokens), **graphs,
             },
         }  # fmt: skip
         if engine.backend is not None:

@@ -1,0 +1,106 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks that log-probabilities of SGLang on this package are those of SGLang, of forced tokens that are decoded.
+
+    python benchmarks/trainers/check_sglang.py                # on a GPU; three engines at a time, a minute for three
+    python benchmarks/trainers/check_sglang.py --features defaults
+
+Samplers are told which tokens to take, by the last one of a request, so that engines decode the same tokens whatever
+their rounding, in CUDA graphs, and every log-probability is compared. Differences from SGLang's FlashAttention-3 must
+not be larger than those of its Triton backend.
+together: siblings, whose prompts differ in their last token alone. again: out of the radix cache. apart: prompts that
+differ in their first token, too, so that nothing is shared. behind sleep: released and resumed, with other weights.
+Each engine is a process of its own, with a model of four layers, Qwen3-1.7B-shaped, and random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import sglang_rig
+import vllm_rig as rig
+from check_vllm import BASE, LENGTHS, MODEL_LENGTH, NAMES, NEW, RESPONSES, Sampled, compared
+from vllm_rig import Engine
+
+# Options of SGLang's Engine. Of retraction: room for two thirds of the tokens.
+ROOM = {"mem_fraction_static": 0.25, "max_total_tokens": 1 << 17}
+FEATURES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "sleep": {"options": {"enable_memory_saver": True}, "sleeps": [1]},
+    "chunks, mixed steps": {"options": {"chunked_prefill_size": 512, "enable_mixed_chunk": True}},
+    "retraction, no overlap": {"options": {"max_total_tokens": 7680, "disable_overlap_schedule": True}},
+    "no graphs": {"options": {"disable_cuda_graph": True}},
+    "prompts on FlashInfer": {"options": {"prefill_attention_backend": "flashinfer", "page_size": 64}},
+}
+
+
+def prompts_of(are_apart: bool) -> list[list[int]]:
+    """Requests in a random order that is the same everywhere."""
+    found = []
+    for number, tokens in enumerate(LENGTHS):
+        (common,) = rig.draw_prompts(1, tokens, seed=number)
+        for copy in range(RESPONSES):
+            own = 1000 + number * RESPONSES + copy
+            found.append([own if are_apart else common[0], *common[1:-1], own])
+    random.Random(0).shuffle(found)
+    return found
+
+
+def sample(llm: Any, prompts: list[list[int]]) -> Sampled:
+    """Tokens of a response to each prompt, and their log-probabilities."""
+    sampling = {"temperature": 1.0, "max_new_tokens": NEW, "ignore_eos": True}
+    outputs = llm.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+    rows = [output["meta_info"]["output_token_logprobs"] for output in outputs]
+    return [[token for _, token, _ in row] for row in rows], [[logprob for logprob, *_ in row] for row in rows]
+
+
+def child(engine: Engine) -> None:
+    """An engine's process: tells what it has sampled."""
+    with sglang_rig.running(engine, len(LENGTHS) * RESPONSES, MODEL_LENGTH) as llm:
+        llm.collective_rpc("rig_force")
+        llm.collective_rpc("rig_weights", seed=0)
+        found = {"together": sample(llm, prompts_of(False)), "again": sample(llm, prompts_of(False))}
+        found["apart"] = sample(llm, prompts_of(True))
+        for seed in engine.sleeps:
+            llm.release_memory_occupation()
+            llm.resume_memory_occupation()
+            llm.collective_rpc("rig_weights", seed=seed)
+            found["behind sleep"] = sample(llm, prompts_of(False))
+        rig.tell({"found": found, "about": sglang_rig.told(llm)["about"]})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--features", nargs="+", default=[*FEATURES], choices=[*FEATURES], help="of those")
+    parser.add_argument("--engines-per-gpu", type=int, default=3, help="at a time")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        child(Engine(**json.loads(options.child)))
+        return 0
+    cases = [(feature, name) for feature in options.features for name in NAMES]
+    engines = []
+    for feature, name in cases:
+        more = {"options": ROOM | FEATURES[feature].get("options", {})}
+        engines.append((name, BASE | FEATURES[feature] | more))
+    rows = rig.run_engines(
+        __file__, engines, options.limit_s, engines_per_gpu=options.engines_per_gpu, known=sglang_rig.ENGINES
+    )
+    told, is_good = dict(zip(cases, rows)), True
+    for feature in options.features:
+        print(f"{feature}:", flush=True)
+        found = {name: told[feature, name][0] for name in NAMES if told[feature, name]}
+        is_good &= compared(found) and len(found) == len(NAMES)
+    return int(not is_good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
