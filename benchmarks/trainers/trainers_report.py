@@ -38,8 +38,9 @@ def render(folder: Path) -> list[Path]:
     """The page and the README's table, of all result files; of what was measured twice with verl, the newest.
 
     Args:
-        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/, vllm/ and vllm_mismatch/,
-            of long rows in context/, of Megatron in megatron/, of lm_eval in scoring/, and gets what is made.
+        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/, vllm/, sglang/ and
+            vllm_mismatch/, of long rows in context/, of Megatron in megatron/, of lm_eval in scoring/, and gets what is
+            made.
 
     Raises:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
@@ -68,7 +69,8 @@ def render(folder: Path) -> list[Path]:
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
-    others = {"trl": runs_of_trl(folder / "trl"), "vllm": rollouts_of_vllm(folder / "vllm")}
+    others = {"trl": runs_of_trl(folder / "trl")}
+    others |= {name: rollouts_of(folder / name, engine) for name, engine in (("vllm", "vLLM"), ("sglang", "SGLang"))}
     others |= {name: section.of(folder, changed) for name, section in SECTIONS.items()}
     page.write_text(filled("trainers", others, **parts))
     short.write_text(headline(pairs) + "\n")
@@ -295,36 +297,43 @@ def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> Non
     save(figure, path)
 
 
-# --- vLLM -------------------------------------------------------------------------------------------------------------
+# --- engines of rollouts ----------------------------------------------------------------------------------------------
 
 
-def rollouts_of_vllm(folder: Path) -> str:
-    """A table: medians of the runs of all result files, engines beside vLLM's own on the same shape. "" if empty."""
-    frames, titles = [], set[str]()
+def rollouts_of(folder: Path, of: str) -> str:
+    """A table: medians of the runs of all result files, engines beside stock's on the same shape.
+
+    Args:
+        of: whose rollouts, vLLM or SGLang.
+    """
+    frames, titles, version = [], set[str](), of.lower()
     for path in sorted(folder.glob("*.json")):
         header, rows = read(path)
-        labels = ENGINES | (OLD_ENGINES if header["commit"].startswith(BEFORE_DIVIDED) else {})
-        titles.add(f"vLLM {rows[0]['vllm']}, torch {header['torch']}")
+        labels = ENGINES | {"stock": of, "triton": f"{of}, Triton"}
+        labels |= OLD_ENGINES if header["commit"].startswith(BEFORE_DIVIDED) else {}
+        titles.add(f"{of} {rows[0][version]}, torch {header['torch']}")
         frame = pd.DataFrame(rows).assign(gpu=header["gpu"].removesuffix(" 80GB HBM3").removeprefix("NVIDIA "))
         file = f"[`{header['commit'][:7]}`]({folder.name}/{path.name})"
-        # The first runner's own vLLM is compared with it; Arctic, which forces it, with the default one.
-        is_first = frame["runner"].str.endswith("gpu_model_runner") & (frame["who"] != "arctic")
-        engine = frame["vllm"] + is_first.map({True: ", first runner", False: ""})
+        engine = frame[version]
+        if "runner" in frame:
+            # The first runner's own vLLM is compared with it; Arctic, which forces it, with the default one.
+            is_first = frame["runner"].str.endswith("gpu_model_runner") & (frame["who"] != "arctic")
+            engine = engine + is_first.map({True: ", first runner", False: ""})
         frames.append(frame.assign(who=frame["who"].map(labels), file=file, engine=engine))
     if not frames:
-        return ""
+        return "Not measured yet."
     everything = pd.concat(frames)
     by_engine = everything.groupby([*SHAPE, "who"], sort=False)
     files = by_engine["file"].agg(lambda of_engine: ", ".join(of_engine.unique()))
     found = by_engine[DECODING].median().assign(runs=by_engine.size(), files=files).reset_index()
-    all_labels = [*dict.fromkeys([*ENGINES.values(), *OLD_ENGINES.values()])]
+    all_labels = [*dict.fromkeys([of, f"{of}, Triton", *ENGINES.values(), *OLD_ENGINES.values()])]
     keys = [*SHAPE[:4], "prompt", "groups", "n", "new"]
     found = found.assign(order=found["who"].map(all_labels.index)).sort_values([*keys, "order"], key=shortest_first)
     ratios = found[DECODING] / found.groupby(SHAPE, sort=False)[DECODING].transform("first")
     table = pd.DataFrame(
         {
             "GPU": found["gpu"],
-            "vLLM": found["engine"],
+            of: found["engine"],
             "model": [f"{row.model}, {row.layers} layers" for row in found.itertuples()],
             "G x N x P x R": [f"{row.groups} x {row.n} x {row.prompt} x {row.new}" for row in found.itertuples()],
             "attention": found["who"],

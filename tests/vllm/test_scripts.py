@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 import sys
 from functools import partial
 from importlib.metadata import EntryPoint
@@ -19,6 +18,7 @@ import mismatch_vllm
 import pytest
 import replicas
 import vllm_rig
+from engine_processes import Engines
 
 
 def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,24 +30,6 @@ def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert register() is None
-
-
-class Engines:
-    """Stand for processes: each prints a result, but those whose settings have a word run out of time."""
-
-    def __init__(self, result: dict[str, Any], slow: str) -> None:
-        self.result, self.slow = result, slow
-        self.commands: list[list[str]] = []
-
-    @property
-    def count(self) -> int:
-        return len(self.commands)
-
-    def run(self, command: list[str], *, timeout: float, **_: Any) -> Any:
-        self.commands.append(command)
-        if self.slow in "".join(command):
-            raise subprocess.TimeoutExpired(command, timeout, output=b"it was here", stderr=None)
-        return subprocess.CompletedProcess(command, 0, f"{vllm_rig.MARK}{json.dumps(self.result)}\n", "")
 
 
 SAMPLED = [[[1, 2]], [[-1.0, -2.0]]]
