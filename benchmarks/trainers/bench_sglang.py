@@ -35,7 +35,7 @@ WARM_UP_TOKENS = 8
 def roll_out(llm: Any, groups: int, n: int, prompt: int, new: int, seed: int) -> dict[str, Any]:
     """Times of a rollout."""
     prompts = draw_prompts(groups, prompt, seed)
-    llm.flush_cache()
+    sglang_rig.settle(llm)
     sglang_rig.told(llm)
     begin = time.perf_counter()
     sampling = {"n": n, "temperature": 1.0, "max_new_tokens": new, "ignore_eos": True}

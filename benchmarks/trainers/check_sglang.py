@@ -19,6 +19,7 @@ import argparse
 import json
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ import vllm_rig as rig
 from check_vllm import BASE, LENGTHS, MODEL_LENGTH, NAMES, NEW, RESPONSES, Sampled, compared
 from vllm_rig import Engine
 
-# Options of SGLang's Engine. Of retraction: room for two thirds of the tokens.
+# Options of SGLang's Engine. Of retraction: room for a third of the tokens, and none kept for responses.
+RETRACTION = {"max_total_tokens": 7680, "schedule_conservativeness": 0.01}
 ROOM = {"mem_fraction_static": 0.25, "max_total_tokens": 1 << 17}
 FEATURES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "sleep": {"options": {"enable_memory_saver": True}, "sleeps": [1]},
     "chunks, mixed steps": {"options": {"chunked_prefill_size": 512, "enable_mixed_chunk": True}},
-    "retraction, no overlap": {"options": {"max_total_tokens": 7680, "disable_overlap_schedule": True}},
+    "retraction, no overlap": {"options": RETRACTION | {"disable_overlap_schedule": True}},
     "no graphs": {"options": {"disable_cuda_graph": True}},
     "prompts on FlashInfer": {"options": {"prefill_attention_backend": "flashinfer", "page_size": 64}},
 }
@@ -53,10 +55,12 @@ def prompts_of(are_apart: bool) -> list[list[int]]:
     return found
 
 
-def sample(llm: Any, prompts: list[list[int]]) -> Sampled:
-    """Tokens of a response to each prompt, and their log-probabilities."""
+def sample(llm: Any, prompts: list[list[int]], counts: Counter[str]) -> Sampled:
+    """Tokens of a response to each prompt, and their log-probabilities; counts cached tokens and retractions."""
     sampling = {"temperature": 1.0, "max_new_tokens": NEW, "ignore_eos": True}
     outputs = llm.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+    for name in ("cached_tokens", "num_retractions"):
+        counts[name] += sum(output["meta_info"][name] for output in outputs)
     rows = [output["meta_info"]["output_token_logprobs"] for output in outputs]
     return [[token for _, token, _ in row] for row in rows], [[logprob for logprob, *_ in row] for row in rows]
 
@@ -66,14 +70,16 @@ def child(engine: Engine) -> None:
     with sglang_rig.running(engine, len(LENGTHS) * RESPONSES, MODEL_LENGTH) as llm:
         llm.collective_rpc("rig_force")
         llm.collective_rpc("rig_weights", seed=0)
-        found = {"together": sample(llm, prompts_of(False)), "again": sample(llm, prompts_of(False))}
-        found["apart"] = sample(llm, prompts_of(True))
+        counts, shared, apart = Counter[str](), prompts_of(False), prompts_of(True)
+        cases = (("together", shared), ("again", shared), ("apart", apart))
+        found = {case: sample(llm, prompts, counts) for case, prompts in cases}
         for seed in engine.sleeps:
+            sglang_rig.settle(llm)
             llm.release_memory_occupation()
             llm.resume_memory_occupation()
             llm.collective_rpc("rig_weights", seed=seed)
-            found["behind sleep"] = sample(llm, prompts_of(False))
-        rig.tell({"found": found, "about": sglang_rig.told(llm)["about"]})
+            found["behind sleep"] = sample(llm, shared, counts)
+        rig.tell({"found": found, "about": sglang_rig.told(llm)["about"] | counts})
 
 
 def main(arguments: list[str] | None = None) -> int:

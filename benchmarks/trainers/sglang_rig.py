@@ -116,6 +116,12 @@ def successors(forward_batch: Any) -> torch.Tensor:
     return ((tokens.long() * 7919 + 13) % 100003 + 1000).int()
 
 
+def settle(llm: Any) -> None:
+    """Wait until SGLang's last step is over, before which it neither sleeps nor empties its cache, and empty that."""
+    while not llm.flush_cache().success:
+        time.sleep(0.02)
+
+
 def told(llm: Any) -> dict[str, Any]:
     """Seconds of the scheduler's decoding steps since the last call, and about its backend."""
     with tempfile.TemporaryDirectory() as folder:

@@ -30,8 +30,9 @@ class Llm:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def flush_cache(self) -> None:
+    def flush_cache(self) -> Any:
         self.calls.append("flush")
+        return SimpleNamespace(success=self.calls.count("flush") == 2)
 
     def collective_rpc(self, method: str, path: str) -> None:
         self.calls.append(method)
@@ -44,10 +45,10 @@ class Llm:
 
 
 def test_rollout() -> None:
-    """Steps are those since the rollout began, of which the last ones, in which requests end, do not count."""
+    """Steps are those since the rollout began, behind an empty cache, without the last ones, which requests end."""
     llm = Llm()
     found = bench_sglang.roll_out(llm, 2, 3, 5, 16, seed=0)
-    assert llm.calls == ["flush", "rig_tell", "generate", "rig_tell"]
+    assert llm.calls == ["flush", "flush", "rig_tell", "generate", "rig_tell"]
     assert found["step_ms"] == 500 and found["steps"] == 8 and found["cached_tokens"] == 64
     assert found["decode_tokens_per_s"] == 12 and found["backend"] == "dualkv"
 
