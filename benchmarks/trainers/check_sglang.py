@@ -85,6 +85,7 @@ def child(engine: Engine) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--features", nargs="+", default=[*FEATURES], choices=[*FEATURES], help="of those")
+    parser.add_argument("--stock", default="stock", choices=("stock", "unscheduled"), help="SGLang's own")
     parser.add_argument("--engines-per-gpu", type=int, default=3, help="at a time")
     parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -96,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     engines = []
     for feature, name in cases:
         more = {"options": ROOM | FEATURES[feature].get("options", {})}
-        engines.append((name, BASE | FEATURES[feature] | more))
+        engines.append((options.stock if name == "stock" else name, BASE | FEATURES[feature] | more))
     rows = rig.run_engines(
         __file__, engines, options.limit_s, engines_per_gpu=options.engines_per_gpu, known=sglang_rig.ENGINES
     )

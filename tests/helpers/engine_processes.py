@@ -16,13 +16,15 @@ class Engines:
     def __init__(self, result: dict[str, Any], slow: str) -> None:
         self.result, self.slow = result, slow
         self.commands: list[list[str]] = []
+        self.environments: list[dict[str, str]] = []
 
     @property
     def count(self) -> int:
         return len(self.commands)
 
-    def run(self, command: list[str], *, timeout: float, **_: Any) -> Any:
+    def run(self, command: list[str], *, timeout: float, env: dict[str, str], **_: Any) -> Any:
         self.commands.append(command)
+        self.environments.append(env)
         if self.slow in "".join(command):
             raise subprocess.TimeoutExpired(command, timeout, output=b"it was here", stderr=None)
         return subprocess.CompletedProcess(command, 0, f"{vllm_rig.MARK}{json.dumps(self.result)}\n", "")

@@ -85,7 +85,11 @@ def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert check_sglang.main([]) == 0
     assert capsys.readouterr().out.count("together: 2 of 2 tokens") == 3 * len(check_sglang.FEATURES)
     result["about"] = {}
-    assert check_sglang.main(["--features", "defaults"]) == 1
+    assert check_sglang.main(["--features", "defaults", "--stock", "unscheduled"]) == 1
+    assert (
+        engines.environments[-3][sglang_rig.UNSCHEDULED] == "1"
+        and sglang_rig.UNSCHEDULED not in engines.environments[0]
+    )
 
 
 def test_prompts() -> None:
