@@ -30,14 +30,16 @@ import vllm_rig as rig
 from check_vllm import BASE, LENGTHS, MODEL_LENGTH, NAMES, NEW, RESPONSES, Sampled, compared
 from vllm_rig import Engine
 
-# Options of SGLang's Engine. Of retraction: room for a third of the tokens, and none kept for responses.
-RETRACTION = {"max_total_tokens": 7680, "schedule_conservativeness": 0.01}
+# Options of SGLang's Engine, and its environment, in which it retracts requests now and then.
 ROOM = {"mem_fraction_static": 0.25, "max_total_tokens": 1 << 17}
 FEATURES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "sleep": {"options": {"enable_memory_saver": True}, "sleeps": [1]},
     "chunks, mixed steps": {"options": {"chunked_prefill_size": 512, "enable_mixed_chunk": True}},
-    "retraction, no overlap": {"options": RETRACTION | {"disable_overlap_schedule": True}},
+    "retraction, no overlap": {
+        "options": {"disable_overlap_schedule": True},
+        "environment": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"},
+    },
     "no graphs": {"options": {"disable_cuda_graph": True}},
     "prompts on FlashInfer": {"options": {"prefill_attention_backend": "flashinfer", "page_size": 64}},
 }
@@ -94,13 +96,14 @@ def main(arguments: list[str] | None = None) -> int:
         child(Engine(**json.loads(options.child)))
         return 0
     cases = [(feature, name) for feature in options.features for name in NAMES]
-    engines = []
+    engines, known = [], {}
     for feature, name in cases:
-        more = {"options": ROOM | FEATURES[feature].get("options", {})}
-        engines.append((options.stock if name == "stock" else name, BASE | FEATURES[feature] | more))
-    rows = rig.run_engines(
-        __file__, engines, options.limit_s, engines_per_gpu=options.engines_per_gpu, known=sglang_rig.ENGINES
-    )
+        settings = BASE | FEATURES[feature] | {"options": ROOM | FEATURES[feature].get("options", {})}
+        engine = sglang_rig.ENGINES[options.stock if name == "stock" else name]
+        environment = engine["environment"] | settings.pop("environment", {})
+        known[f"{name}, {feature}"] = engine | {"environment": environment}
+        engines.append((f"{name}, {feature}", settings))
+    rows = rig.run_engines(__file__, engines, options.limit_s, engines_per_gpu=options.engines_per_gpu, known=known)
     told, is_good = dict(zip(cases, rows)), True
     for feature in options.features:
         print(f"{feature}:", flush=True)

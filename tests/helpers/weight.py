@@ -115,7 +115,7 @@ def weights() -> list[Weight]:
         Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 9_607),
         Weight("contrib", lines_of(contrib), 1_000),
         Weight("tests", lines_of("tests"), 18_000, 28_172),
-        Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_741),
+        Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_744),
         Weight("words of docs/*.md", words, 17_000),
         Weight("variables called one", sum(source.names("one") for source in everything), 500),
         Weight("summaries that are clauses", sum(source.clauses for source in everything), 40),
