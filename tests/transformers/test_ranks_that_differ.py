@@ -200,6 +200,8 @@ def test_numbers_depend_on_values_and_their_order() -> None:
     assert len({*map(tuple, both)}) == len(both) and all(most == -least for most, least in both)
     longer, shorter = (Common(input_ids=orders[0][:cut], token_index=orders[0][cut:]) for cut in (5, 3))
     assert _digest(longer).tolist() != _digest(shorter).tolist()
+    zeros = torch.zeros(4, dtype=torch.int64)
+    assert len({tuple(_digest(Common(input_ids=zeros, pad=pad)).tolist()) for pad in range(4)}) == 4
 
 
 def test_numbers_are_the_same_in_all_processes() -> None:
