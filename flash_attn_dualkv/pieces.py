@@ -46,9 +46,14 @@ class KeptKeys:
 
     Neither a dataclass, a dict, a list nor a tensor: FSDP rebuilds these among the arguments of modules and casts them,
     and what is added to a copy is lost.
+
+    Args:
+        offload: what is kept of a GPU, and sums, lie in pinned memory of the host. Copies are ordered by the stream of
+            the layer that reads or adds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, offload: bool = False) -> None:
+        self.offload = offload
         # A leaf of its own makes autograd call `_Borrow`, whatever of a model is frozen: an own key that
         # needs no gradient, under LoRA of q and v, would lose that of a kept value.
         self.anchor = torch.zeros((), requires_grad=True)
@@ -70,15 +75,15 @@ class KeptKeys:
         kept, runs_again = self._layers.get(layer.owner), is_in_backward()
         if layer.is_owner and piece.stage in ("keep", "graph") and not runs_again:
             if kept is None:
-                kept = self._layers[layer.owner] = _Kept(own)
+                kept = self._layers[layer.owner] = _Kept(own, self.offload)
             kept.keep(layer, piece.number, begin, own)
         if kept is None and piece.stage != "part":
             raise _not_kept(layer)
         if kept is None or not layer.is_owner or piece.stage in ("keep", "part"):
             return *carriers, *own
         if piece.stage == "inject" and not runs_again:
-            for total, tensor in zip(kept.tensors, own):
-                self._compare(total[begin : begin + len(tensor)], tensor)
+            for before, tensor in zip(kept.tensors, own):
+                self._compare(kept.there(before[begin : begin + len(tensor)]), tensor)
         given: tuple[Tensor, ...] = _Inject.apply(kept, begin, *carriers, *own)
         return given
 
@@ -95,7 +100,7 @@ class KeptKeys:
         if kept is None:
             raise _not_kept(layer)
         kept.check(like)
-        above = [tensor[:rows] for tensor in kept.tensors]
+        above = [kept.there(tensor[:rows]) for tensor in kept.tensors]
         if not torch.is_grad_enabled():
             return *carriers, *above
         which = layer.name, piece.number
@@ -144,26 +149,40 @@ def _not_kept(layer: Layer) -> SharedPromptLayoutError:
 class _Kept:
     """What one layer keeps, as many rows as are kept, and sums of its gradients in float32 or more."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = [tensor.new_empty((0, *tensor.shape[1:])) for tensor in tensors]
+    def __init__(self, tensors: Sequence[Tensor], offload: bool) -> None:
+        self.device = tensors[0].device
+        self.is_pinned = offload and self.device.type == "cuda"
+        place: dict[str, Any] = dict(device="cpu", pin_memory=True) if self.is_pinned else {}
+        self.tensors = [tensor.new_empty((0, *tensor.shape[1:]), **place) for tensor in tensors]
         self.sums: list[Tensor] = []
         self.ends: dict[int, int] = {}  # of passes that keep, the rows that were there after them
+
+    def there(self, tensor: Tensor) -> Tensor:
+        """Kept rows on the layer's device."""
+        return tensor.to(self.device, non_blocking=True)
 
     def keep(self, layer: Layer, number: int, begin: int, own: Sequence[Tensor]) -> None:
         if number in self.ends:
             expected = "layers that run once in a forward, for a prompt in a pass of its own"
             raise SharedPromptError("model", expected, f"{layer.name} twice")
         self.check(own)
+        self.wait()
         end = self.ends[number] = begin + len(own[0])
         self.resize(end)
         for kept, tensor in zip(self.tensors, own):
             # Below autograd: the graph of a trunk above may have saved other rows of the same buffer.
-            kept.data[begin:end].copy_(tensor.detach())
+            kept.data[begin:end].copy_(tensor.detach(), non_blocking=True)
         for total in self.sums:  # here and not in layers of parts, which run again in a backward
             total[begin:end].zero_()
 
+    def wait(self) -> None:
+        """Wait for copies, before the host reads or writes what they do."""
+        if self.is_pinned:
+            torch.cuda.synchronize(self.device)
+
     def resize(self, rows: int) -> None:
         if rows != len(self.tensors[0]):
+            self.wait()
             self.tensors, self.sums = (
                 [_resized(tensor, rows) for tensor in tensors] for tensors in (self.tensors, self.sums)
             )
@@ -177,16 +196,22 @@ class _Kept:
     def add(self, gradients: Sequence[Tensor]) -> None:
         if not self.sums:
             self.sums = [
-                torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+                tensor.new_zeros(
+                    tensor.shape, dtype=torch.promote_types(tensor.dtype, torch.float32), pin_memory=self.is_pinned
+                )
                 for tensor in self.tensors
             ]
         for total, gradient in zip(self.sums, gradients):
-            total[: len(gradient)].add_(gradient)
+            rows = total[: len(gradient)]
+            added = self.there(rows).add_(gradient)
+            if self.is_pinned:
+                rows.copy_(added, non_blocking=True)
 
 
 def _resized(tensor: Tensor, rows: int) -> Tensor:
     """The first rows of a tensor in memory of their own."""
-    new, both = tensor.new_empty((rows, *tensor.shape[1:])), min(rows, len(tensor))
+    new = tensor.new_empty((rows, *tensor.shape[1:]), pin_memory=tensor.is_pinned())
+    both = min(rows, len(tensor))
     new[:both].copy_(tensor.detach()[:both])
     return new
 
@@ -222,7 +247,7 @@ class _Inject(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         sums, found = ctx.kept.sums, [*gradients]
         for index, total in enumerate(sums, len(found) - len(sums)):
-            found[index] = (found[index].to(total.dtype) + total[ctx.rows]).to(found[index].dtype)
+            found[index] = (found[index].to(total.dtype) + ctx.kept.there(total[ctx.rows])).to(found[index].dtype)
         wanted = ctx.needs_input_grad[2:]
         return None, None, *(own if is_wanted else None for own, is_wanted in zip(found, wanted))
 

@@ -83,14 +83,17 @@ def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
 
 @needs_gpu  # minutes on emulated kernels
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma4_text"])
-def test_prompts_once_are_no_less_accurate(name: str) -> None:
-    """Likewise of a batch in pieces, whose second passes have the bits of the first."""
+@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offloaded"])
+def test_prompts_once_are_no_less_accurate(name: str, offload: bool) -> None:
+    """Likewise of a batch in pieces, whose second passes have the bits of the first; of keys in the host's memory."""
     if name not in SUPPORTED:
         pytest.skip(f"this transformers has no {name}")
     model, batch = random_model(name), SAMPLES.pack(device=DEVICE)
     exact, dense = (
         drawn_gradients(one, SAMPLES, draws=DRAWS) for one in (stock_twin(model).float(), stock_twin(model))
     )
+    if offload:
+        model.train().gradient_checkpointing_enable(dict(use_reentrant=False))
     count = len(batch.token_index)
     weights = torch.randn(DRAWS, count, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(DEVICE)
     got: dict[str, list[torch.Tensor]] = {}
@@ -99,7 +102,7 @@ def test_prompts_once_are_no_less_accurate(name: str) -> None:
         def loss_of(part: Any, own: torch.Tensor = own) -> torch.Tensor:
             return own[part.tokens] @ part.logps
 
-        found = dualkv.shared_prompt_backward(model, batch, loss_of, max_tokens=900)
+        found = dualkv.shared_prompt_backward(model, batch, loss_of, max_tokens=900, offload=offload)
         for parameter, gradient in gradients(model).items():
             got.setdefault(parameter, []).append(gradient.double())
     together = found.logps.double(), {parameter: torch.stack(all_draws) for parameter, all_draws in got.items()}

@@ -172,6 +172,23 @@ def test_plans(keep: Any, spare: int) -> None:
         dualkv.shared_prompt_backward(model, batch, losses(batch), max_tokens=3)
 
 
+def test_offloaded_keys_leave_room() -> None:
+    """Of their cost a layer's share counts, so that parts have more rows."""
+    model = tiny_model("qwen3").train()
+    batch, most = Samples.random([(40, [36, 29, 34, 38, 33])]).pack(boundary="gather"), 111
+    with pytest.raises(SharedPromptError, match="offload: expected False, or a model with gradient checkpointing"):
+        dualkv.shared_prompt_backward(model, batch, losses(batch), max_tokens=most, offload=True)
+    model.gradient_checkpointing_enable()
+    rows = rows_of_passes(model)
+    largest = []
+    for offload in (False, True):
+        compare(model, batch, max_tokens=most, keep="kv", offload=offload)
+        largest.append(max(count for count, _ in rows[1:]))
+        rows.clear()
+    cost, layers = prompt_once.kept_cost(model), len(model.model.layers)
+    assert largest[0] <= most - 40 * cost < largest[1] <= most - 40 * cost / layers
+
+
 class InterruptError(Exception):
     pass
 

@@ -104,6 +104,6 @@ def test_what_is_refused() -> None:
     torch.nn.Module.__init__(wrapped)
     wrapped.module, wrapped.require_backward_grad_sync = multimodal_model("qwen3_vl"), True
     with pytest.raises(NotImplementedError, match="text, to be cut inside of a wrapper, got"):
-        prompt_once.plan_backward(wrapped, batch, 30, "auto", prompt_once.Wrapper.of(wrapped, None))
+        prompt_once.plan_backward(wrapped, batch, 30, "auto", False, prompt_once.Wrapper.of(wrapped, None))
     with pytest.raises(NotImplementedError, match="images: expected text alone"):
         dualkv.shared_prompt_backward(tiny_model("qwen3"), batch, losses(batch), max_tokens=30)

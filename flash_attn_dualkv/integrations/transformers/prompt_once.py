@@ -45,6 +45,7 @@ def shared_prompt_backward(
     *,
     max_tokens: int,
     keep: Literal["auto", "kv", "graph"] = "auto",
+    offload: bool = False,
     temperature: float = 1.0,
     with_entropy: bool = False,
     backward: Backward = Tensor.backward,
@@ -69,6 +70,9 @@ def shared_prompt_backward(
             their bytes make.
         keep: "kv": a trunk runs twice; "graph": once, and its activations stay, which saves a forward of its rows, for
             a model that is not wrapped or in FSDP 2; "auto": that where it needs no more parts.
+        offload: kept keys, values, states and sums of their gradients lie in pinned memory of the host, and a layer's
+            come while it runs, so that they take a layer's share of `max_tokens`. With gradient checkpointing: else
+            the graphs of all layers would hold copies. Copies wait their turn among the GPU's other work.
         temperature, with_entropy: of `shared_prompt_forward`.
         backward: of a scalar: `accelerator.backward`, or `lambda loss: scaler.scale(loss).backward()`.
         no_sync: context of all backwards but the last one. None: `model.no_sync` of DDP and FSDP 1; FSDP 2 reduces in
@@ -99,7 +103,7 @@ def shared_prompt_backward(
     causal_lm_of(model)  # or there is none
     wrapper = Wrapper.of(model, no_sync)
     ranks = (dist.group.WORLD if group is None else group) if wrapper.is_sharded or wrapper.kind == "DDP" else None
-    plan = _agreed_plan(model, batch, max_tokens, keep, wrapper, ranks)
+    plan = _agreed_plan(model, batch, max_tokens, keep, checks.flag("offload", offload), wrapper, ranks)
     options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, self_check=self_check)
     alike = ranks if wrapper.is_sharded else None
     return _Backward(model, batch, plan, loss_of, backward, wrapper, alike, options).run()
@@ -110,15 +114,17 @@ def shared_prompt_backward(
 
 @dataclass(frozen=True)
 class Plan:
-    """A cut, and how trunks are kept."""
+    """A cut, how trunks are kept, and whether in the host's memory."""
 
     cut: Cut
     keep: Keep
+    offload: bool = False
 
 
 def plan_backward(
-    model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Literal["auto", "kv", "graph"], wrapper: Wrapper
-) -> Plan:
+    model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Literal["auto", "kv", "graph"], offload: bool,
+    wrapper: Wrapper,
+) -> Plan:  # fmt: skip
     """How a batch is cut for a model; arguments of `shared_prompt_backward`."""
     if keep == "graph" and not wrapper.keeps_graphs:
         raise SharedPromptUnsupportedError("keep", '"kv" inside of DDP and FSDP 1', repr(keep))
@@ -132,13 +138,19 @@ def plan_backward(
         raise SharedPromptUnsupportedError("batch", expected, ", ".join(batch.images))
     check_can_be_cut(model, batch)
     causal_lm = causal_lm_of(model)
-    cut = functools.partial(plan_parts, tree, budget, kept=kept_cost(causal_lm), state=state_cost(causal_lm))
+    share = 1.0
+    if offload:
+        if not _is_checkpointed(causal_lm):
+            raise SharedPromptError("offload", "False, or a model with gradient checkpointing", True)
+        share = 1 / len(layer_configs(text_config(causal_lm.config)))
+    costs: dict[str, Any] = dict(kept=share * kept_cost(causal_lm), state=share * state_cost(causal_lm))
+    cut = functools.partial(plan_parts, tree, budget, **costs)
     if keep == "graph":
-        return Plan(cut(held=True), "graph")
-    plan = Plan(cut(), "kv")
+        return Plan(cut(held=True), "graph", offload)
+    plan = Plan(cut(), "kv", offload)
     if keep == "auto" and wrapper.keeps_graphs:
         with suppress(SharedPromptError):
-            graph = Plan(cut(held=True), "graph")
+            graph = Plan(cut(held=True), "graph", offload)
             return graph if len(graph.cut.passes) <= len(plan.cut.passes) else plan
     return plan
 
@@ -187,12 +199,15 @@ def _cost(causal_lm: Any, element_bytes: int | None, columns: int) -> float:
     kv_heads = getattr(first, "num_key_value_heads", None) or heads
     head_dim = max(1, _kept_columns(first) // (2 * kv_heads))
     shape = ModelShape(len(layers), first.hidden_size, width, heads, kv_heads, head_dim)
-    checkpoints = any(part.training and getattr(part, "gradient_checkpointing", False) for part in causal_lm.modules())
     return shape.kept_cost(
-        is_checkpointed=checkpoints,
+        is_checkpointed=_is_checkpointed(causal_lm),
         element_bytes=element_bytes or causal_lm.get_input_embeddings().weight.element_size(),
         kept_columns=columns,
     )
+
+
+def _is_checkpointed(causal_lm: nn.Module) -> bool:
+    return any(part.training and getattr(part, "gradient_checkpointing", False) for part in causal_lm.modules())
 
 
 def _kept_columns(layer: Any) -> int:
@@ -205,13 +220,13 @@ def _kept_columns(layer: Any) -> int:
 
 
 def _agreed_plan(
-    model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Any, wrapper: Wrapper, ranks: Any
+    model: nn.Module, batch: PackedBatch, max_tokens: int, keep: Any, offload: bool, wrapper: Wrapper, ranks: Any
 ) -> Plan:
     """The plan, after all ranks have one, which keep the graph or do not."""
     plan: Plan | None = None
     error: SharedPromptError | None = None
     try:
-        plan = plan_backward(model, batch, max_tokens, keep, wrapper)
+        plan = plan_backward(model, batch, max_tokens, keep, offload, wrapper)
     except SharedPromptError as own:
         error = own
     needs_keys = plan is not None and plan.keep == "kv" and not plan.cut.is_whole
@@ -221,7 +236,7 @@ def _agreed_plan(
     if failed or plan is None:
         raise SharedPromptError("batch", "one that every rank can run", "an error on another rank")
     if plan.keep == "graph" and needs_keys:
-        return plan_backward(model, batch, max_tokens, "kv", wrapper)
+        return plan_backward(model, batch, max_tokens, "kv", offload, wrapper)
     return plan
 
 
@@ -278,7 +293,8 @@ class _Backward(Passes):
 
     @functools.cached_property
     def _pieces(self) -> Pieces:
-        return Pieces(self.model, self.batch, self.plan.cut, keep=self.plan.keep, **self.options)
+        plan = self.plan
+        return Pieces(self.model, self.batch, plan.cut, keep=plan.keep, offload=plan.offload, **self.options)
 
     def own_passes(self) -> Generator[Due | None, None, None]:
         balances = getattr(text_config(causal_lm_of(self.model).config), "output_router_logits", False)

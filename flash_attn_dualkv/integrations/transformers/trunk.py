@@ -81,6 +81,7 @@ class Pieces:
             pass of a trunk is compared with the first.
         cut: of `plan_parts`, of the batch's tree.
         keep: "kv": a trunk runs twice; "graph": once, and its graph stays while its parts run.
+        offload: what is kept, and sums of its gradients, lie in the host's memory.
         counts: how many of the sequences, in their order, each part has, though they may end in a trunk; None: a
             sequence is its last token's piece's.
 
@@ -90,7 +91,8 @@ class Pieces:
 
     def __init__(
         self, model: nn.Module, batch: PackedBatch, cut: Cut, *, keep: Keep = "kv", temperature: float = 1.0,
-        with_entropy: bool = False, self_check: bool = True, counts: Sequence[int] | None = None,
+        with_entropy: bool = False, self_check: bool = True, offload: bool = False,
+        counts: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
         if not cut.is_whole:
@@ -105,7 +107,7 @@ class Pieces:
             with_entropy=with_entropy,
             first_use=dict(self_check=self_check, share_lora_dropout=False),
         )
-        self.keys = KeptKeys()
+        self.keys = KeptKeys(offload)
         self.passes = 0
         self._begins = [*accumulate(cut.node_lens, initial=0)]
         distinct = batch.distinct
