@@ -187,6 +187,11 @@ def test_offloaded_keys_leave_room() -> None:
         rows.clear()
     cost, layers = prompt_once.kept_cost(model), len(model.model.layers)
     assert largest[0] <= most - 40 * cost < largest[1] <= most - 40 * cost / layers
+    pieces = dualkv.Pieces(model, batch, plan_parts(batch.tree, most), offload=True)
+    first = pieces.keys
+    with torch.no_grad(), pieces.outermost.inner(0) as trunk:
+        trunk.keep()
+    assert pieces.keys is not first and pieces.keys.offload  # of the next trunk
 
 
 class InterruptError(Exception):

@@ -430,7 +430,7 @@ class Trunk:
         self.leaves = self._own_leaves = self._graph = ()
         self._state = "finished"
         if not self._kept_rows:
-            self._pieces.keys = KeptKeys()
+            self._pieces.keys = KeptKeys(self._pieces.keys.offload)
 
     @property
     def _leaves_above(self) -> Scores:
