@@ -13,7 +13,7 @@ from hybrid_models import KINDS
 from piece_runs import expected_of, losses
 from processes import run_ranks
 from ranks import CPU, Setup, whole_gradients, wrap
-from tiny_models import TOLERANCES, Samples, Tolerance, check_equal, check_gradients, dualkv
+from tiny_models import TOLERANCES, VERSION, Samples, Tolerance, check_equal, check_gradients, dualkv
 from tiny_models import gradients as gradients_of
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError
@@ -60,6 +60,10 @@ CASES = {
     "fsdp2, states and graph": ("trunks", "graph"),
     "fsdp2, mixed precision, states": ("trunks", "kv"),
 }
+if VERSION < (5, 0):
+    # There, experts that no token takes have no gradient: DDP waits for it, and ranks of FSDP 2 reduce
+    # other sizes.
+    CASES = {case: kinds for case, kinds in CASES.items() if "experts" not in case}
 
 
 def batch_of(rank: int) -> PackedBatch:
