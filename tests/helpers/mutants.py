@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -127,17 +128,21 @@ class Tree:
         # These need neither conftest.py nor hypothesis, which its plugin imports at the end.
         command += ["--noconftest", "-p", "no:hypothesispytest"] if tests in COMPILED_FOR_THE_HOST else []
         command += ["-k", select] if select else []
-        try:
-            result = subprocess.run(
-                command, cwd=self.root, env=self.environment, timeout=TEST_SECONDS, capture_output=True, text=True
-            )
-        except subprocess.TimeoutExpired:
-            return "hung"
-        self.output = result.stdout[-6000:]
-        if result.returncode < 0:
+        # In a session of its own, so that ranks that hang end with it.
+        with subprocess.Popen(
+            command, cwd=self.root, env=self.environment, text=True, start_new_session=True, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            try:
+                output, _ = process.communicate(timeout=TEST_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return "hung"
+        self.output = output[-6000:]
+        if process.returncode < 0:
             return "crashed"  # by a signal, in the middle of a test
-        summary = result.stdout.strip().rpartition("\n")[2]
-        if " error" in summary or result.returncode not in (0, 1, NONE_COLLECTED):
+        summary = output.strip().rpartition("\n")[2]
+        if " error" in summary or process.returncode not in (0, 1, NONE_COLLECTED):
             return "broken"
         return next((word for word in ("failed", "passed", "skipped") if f" {word}" in summary), "broken")
 
