@@ -16,7 +16,7 @@ struct Plan {
   Plan(int device, const DualkvDecodePlan& asked)
       : gpu(checked(device)), kernel(choose_decode_kernel(built<DecodeKernel>(), static_cast<int>(asked.head_dim), gpu,
                                                           wants_portable_kernels())),
-        memory(asked, built<DecodeKernel>()[kernel].tiles.block_m, built<DecodeKernel>()[kernel].tiles.block_n,
+        memory(asked, built<DecodeKernel>()[kernel].tiles,
                registry<DecodeKernel<__half>>().kernels[kernel].blocks_per_sm * gpu.num_sms) {}
 
  private:

@@ -28,8 +28,8 @@
 
 namespace dualkv {
 
-// Rows of items, which are queries of their requests, times the heads of a KV head: so many for each
-// kDecodeThreads threads that multiply, 16 a warp. As many threads load.
+// A row of an item is a query of one of its requests and a head of the item's KV head. 128 threads
+// multiply 64 rows, 16 a warp; 128 others load.
 constexpr int kDecodeRows = 64, kDecodeThreads = 2 * kDecodeRows;
 
 // A walk of a row tile over tiles of one request's pages, for every KV head.
@@ -46,6 +46,9 @@ struct alignas(16) DecodeItem {
   int folds;        // splits that it walks one after the other, last ones first; 0: a part of one
   int folded;       // of a part of such an item: how many of its splits are in the state already
   int unused[2];
+
+  // Its tiles are whole and begin with a page.
+  DUALKV_HD bool is_branch() const { return q_pos == kMaxPosition; }
 };
 
 // Where the states of a request's rows reset: at every `tiles`-th tile from position 0 on up to

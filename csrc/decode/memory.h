@@ -18,8 +18,9 @@ struct DecodeMemory {
   int64_t bytes = 0;
 
   // `blocks`: of a launch.
-  DecodeMemory(const DualkvDecodePlan& asked, int block_m, int block_n, int blocks) {
+  DecodeMemory(const DualkvDecodePlan& asked, const TileInfo& tiles, int blocks) {
     check(asked);
+    const int block_m = tiles.block_m, block_n = tiles.block_n;
     Scratch scratch(asked.memory);
     const int requests = static_cast<int>(asked.max_requests), rows = static_cast<int>(asked.max_queries);
     const int kv_heads = static_cast<int>(asked.num_kv_heads);

@@ -51,6 +51,11 @@ struct PagedRows {
             page * p.v.page_stride + at.row * p.v.row_stride};
   }
 
+  // The first of the 16 among the rows of all pages, which are so many a page.
+  __device__ __forceinline__ int row_of(const FetchedPages& at, int64_t rows_of_page) const {
+    return static_cast<int>(p.table.page_of(at.entry) * rows_of_page) + at.row;
+  }
+
   // Keys of an item that folds leave the L2 cache before its state does.
   __device__ __forceinline__ static uint64_t policy_of(const DecodeItem& item) {
     return item.folds > 0 ? ptx::evict_first() : ptx::evict_normally();

@@ -11,7 +11,7 @@
 
 namespace dualkv {
 
-// `kThreads` of them; in sm90 kernels kDecodeThreads others, which load, come first.
+// `kThreads`: threads that multiply. In sm90 kernels the kDecodeThreads that load come before them.
 template <typename T, int kHeadDim, Arch kArch, int kThreads = kDecodeThreads>
 struct DecodeRows {
   static constexpr int kTogether = state_pairs(kArch);

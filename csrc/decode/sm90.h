@@ -18,15 +18,15 @@
 
 namespace dualkv::sm90 {
 
-// Maps of K and V, whose rows are those of all pages, so many of a page, and boxes of kPageRows rows
-// by a panel. Tiles of branches are whole and begin with a page: one thread's order loads a box, where
-// copies of 16 bytes take 14 instructions each of four warps, and what multiplies needs no fence.
+// Tensor maps of K and V, with the rows of all pages and boxes of kPageRows rows x one panel. They
+// load branches, whose tiles begin with a page: a box takes one thread one instruction, where copies
+// of 16 bytes take four warps 14 each, and products need no fence.
 struct DecodeMaps {
   CUtensorMap k, v;
-  int64_t k_rows, v_rows;
-  bool exist;  // strides may be such that there are none
+  int64_t k_rows, v_rows;  // of a page
+  bool exist;              // strides may be such that there are none
 
-  __device__ __forceinline__ bool load(const DecodeItem& item) const { return exist && item.q_pos == kMaxPosition; }
+  __device__ __forceinline__ bool load(const DecodeItem& item) const { return exist && item.is_branch(); }
 };
 
 // An item for one KV head, in a slot of shared memory.
@@ -126,7 +126,7 @@ struct DecodeProducer {
     v_state.advance();
   }
   __device__ __forceinline__ void load_queries(const DecodeItem& item, int kv_head) {
-    // A few at a time where registers are few.
+    // Fewer at a time where the producers have 40 registers.
     constexpr int kSteps = decltype(rows)::kQuerySteps / (Config::kConsumers > 1 ? 4 : 1);
     constexpr int kFound = kSteps * decltype(rows)::kRowsAtOnce;
     int found[kSteps];
@@ -143,7 +143,7 @@ struct DecodeProducer {
     q_state.advance();
   }
 
-  // A box of the tile: these lanes of the first warp have one each.
+  // The first kBoxes lanes load one box of the tile each; all threads arrive.
   static constexpr int kSlabs = TileKv::kRows / kPageRows, kBoxes = kSlabs * TileKv::kPanels;
   static_assert(kBoxes <= 32 && TileKv::kRows % kPageRows == 0);
   __device__ __forceinline__ void load_box(PipelineBarrier ready, int phase, uint32_t tile, const CUtensorMap& map,
@@ -157,9 +157,8 @@ struct DecodeProducer {
     }
     __syncwarp();
     if (thread >= kBoxes) return;
-    const int row = static_cast<int>(p.table.page_of(at.entry) * rows_of_page) + at.row;
     ptx::tma_load_3d(tile + panel * TileKv::kPanelBytes + slab * (kPageRows * TileKv::kRowBytes), map, ready.full(),
-                     panel * TileKv::kPanelCols, kv_head, row);
+                     panel * TileKv::kPanelCols, kv_head, rows.row_of(at, rows_of_page));
   }
   __device__ __forceinline__ void load_boxes(const DecodeItem& item, int kv_head, const DecodeWalk& walk, int tiles) {
     const auto fetch = [&](int step) {  // the first warp's
@@ -253,8 +252,9 @@ struct DecodeConsumer {
   const DecodeMaps& maps;
   const int lane = threadIdx.x % 32;
   const int first_row = Config::kConsumers > 1 ? (threadIdx.x / kWarpgroup - 1) * kDecodeRows : 0;
-  bool is_copied = false;  // by the generic proxy, whether the tiles of the item are
-  DecodeRows<T, kHeadDim, Arch::sm90, Config::kConsumers * kWarpgroup> rows{p};
+  bool is_copied = false;  // the item's tiles come by copies, which products see after a fence
+  static constexpr int kThreads = Config::kConsumers * kWarpgroup;
+  DecodeRows<T, kHeadDim, Arch::sm90, kThreads> rows{p};
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
   using Scores = float[1][kBlockN / 8][4];
@@ -262,7 +262,7 @@ struct DecodeConsumer {
   float o[1][kHeadDim / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
-  static __device__ __forceinline__ void meet() { ptx::named_barrier_sync(kConsumersMeet, Config::kConsumers * kWarpgroup); }
+  static __device__ __forceinline__ void meet() { ptx::named_barrier_sync(kConsumersMeet, kThreads); }
 
   // Copies by other threads are visible behind their barrier, and to products behind a fence, which
   // comes once a step: it is a memory barrier, too.
@@ -343,7 +343,7 @@ struct DecodeConsumer {
     rows.finish(item, kv_head, o, softmax, meet);
   }
 
-  // The rows of this warpgroup are none: the others need its places in the rings.
+  // This warpgroup has no rows of the item; it releases the tiles, for which the producers wait.
   __device__ __forceinline__ void skip(int tiles) {
     for (int step = 0; step < tiles; ++step) {
       wait_k();
@@ -446,10 +446,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    if constexpr (Config::kMovesRegisters) ptx::give_registers<Config::kProducerRegisters>();
+    if constexpr (Config::kMovesRegisters) ptx::give_registers<Config::kRegisters.producer>();
     DecodeProducer<T, Config>{shared, p, maps}.run();
   } else {
-    if constexpr (Config::kMovesRegisters) ptx::take_registers<Config::kConsumerRegisters>();
+    if constexpr (Config::kMovesRegisters) ptx::take_registers<Config::kRegisters.consumer>();
     DecodeConsumer<T, Config, kSoftcap>{shared, p, maps}.run();
   }
 }

@@ -9,14 +9,14 @@
 namespace dualkv::sm90 {
 
 // KV tiles are those of the forward, because their keys decide the bits of a row. Two blocks share
-// a multiprocessor where they fit, so that one loads while the other waits for states. Where they do
-// not, two warpgroups multiply the tiles that are loaded once: 16 siblings of 6 heads have 96 rows.
+// a multiprocessor where they fit, so that one loads while the other waits for states. Where only
+// one fits, two warpgroups multiply its tiles: 16 siblings of 6 heads have 96 rows.
 //
 // scores_ahead: scores of the next tile are computed during the softmax of this one, as far as
 // registers go. A lone walk is bound by latency.
 //
-// maps: tiles of branches are loaded by tensor maps. With one block a multiprocessor, whose loads
-// nothing hides, that was slower: 5 to 25% at 256.
+// maps: tiles of branches are loaded by tensor maps. At 256, where no other block hides a load, that
+// took 5 to 25% longer; at 64 it was not measured.
 struct DecodeTiles {
   int of, stages_q, stages_kv, blocks, consumers = 1;
   bool scores_ahead = false, maps = false;
@@ -27,6 +27,9 @@ constexpr DecodeTiles kDecodeTiles[] = {
     {.of = 256, .stages_q = 1, .stages_kv = 2, .blocks = 1, .consumers = 2},
 };
 
+constexpr RegisterShare kDecodeRegisters[] = {{.of = 1, .producer = 64, .consumer = 192},
+                                              {.of = 2, .producer = 40, .consumer = 232}};
+
 template <int kHeadDim_>
 struct DecodeConfig {
   static constexpr DecodeTiles kTiles = row_of(kDecodeTiles, kHeadDim_);
@@ -35,9 +38,9 @@ struct DecodeConfig {
   static constexpr int kBlocks = kTiles.blocks, kConsumers = kTiles.consumers;
   static constexpr int kRows = kConsumers * kDecodeRows, kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr bool kScoresAhead = kTiles.scores_ahead, kMaps = kTiles.maps;
-  // A block alone has more than its threads can take, unless there are three warpgroups.
+  // A lone block of two warpgroups has more registers than its threads can take.
   static constexpr bool kMovesRegisters = kBlocks * (1 + kConsumers) > 2;
-  static constexpr int kProducerRegisters = kConsumers > 1 ? 40 : 64, kConsumerRegisters = kConsumers > 1 ? 232 : 192;
+  static constexpr RegisterShare kRegisters = row_of(kDecodeRegisters, kConsumers);
   using TileQ = SmemTile<kRows, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   static constexpr int kOffsetK = kStagesQ * TileQ::kBytes;
@@ -47,8 +50,9 @@ struct DecodeConfig {
   static constexpr int kSharedBytes = kTileBytes + 1024;  // the block aligns its tiles itself
   // A multiprocessor has 228 KB, of which it keeps 1 KB a block.
   static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024, "blocks must fit a Hopper multiprocessor");
-  static constexpr int kRegisters = kBlocks * kWarpgroup * (kProducerRegisters + kConsumers * kConsumerRegisters);
-  static_assert(!kMovesRegisters || kRegisters <= 64 * 1024, "blocks must have no more registers than there are");
+  static_assert(!kMovesRegisters ||
+                    kBlocks * kWarpgroup * (kRegisters.producer + kConsumers * kRegisters.consumer) <= 64 * 1024,
+                "setmaxnreg would wait for ever");
 };
 
 // None where a page's rows do not follow each other at a multiple of a row's stride.

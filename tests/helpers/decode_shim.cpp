@@ -11,7 +11,7 @@ extern "C" {
 // Bytes from the beginning to the lists (shared, alone), their counts, the order of queries and
 // their splits; then the capacities of the lists.
 void read_decode_layout(const DualkvDecodePlan* plan, int block_m, int block_n, int64_t* out) {
-  const DecodeMemory memory(*plan, block_m, block_n, 0);
+  const DecodeMemory memory(*plan, TileInfo{block_m, block_n}, 0);
   const DecodeLists& lists = memory.plan.lists;
   const auto offset = [](const void* address) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address)); };
   const int64_t found[] = {offset(lists.shared), offset(lists.alone),  offset(lists.counts), offset(lists.queries),
