@@ -48,8 +48,8 @@ class KeptKeys:
     and what is added to a copy is lost.
 
     Args:
-        offload: what is kept of a GPU, and sums, lie in pinned memory of the host. Copies are ordered by the stream of
-            the layer that reads or adds.
+        offload: tensors and sums of a GPU's layers lie in pinned memory of the host. Copies run in the stream of the
+            layer that reads or adds. Those of the CPU stay.
     """
 
     def __init__(self, offload: bool = False) -> None:
@@ -58,7 +58,7 @@ class KeptKeys:
         # needs no gradient, under LoRA of q and v, would lose that of a kept value.
         self.anchor = torch.zeros((), requires_grad=True)
         self.differs: Tensor | None = None  # whether what a second pass makes had other bits
-        # Of each layer and pass that reads what is kept, how often its gradients came.
+        # How often the gradients of each layer and pass that reads kept rows came.
         self.added: Counter[tuple[Hashable, int]] = Counter()
         self._layers: dict[Hashable, _Kept] = {}
 
@@ -147,7 +147,7 @@ def _not_kept(layer: Layer) -> SharedPromptLayoutError:
 
 
 class _Kept:
-    """What one layer keeps, as many rows as are kept, and sums of its gradients in float32 or more."""
+    """Kept rows of one layer, and sums of their gradients in float32 or more."""
 
     def __init__(self, tensors: Sequence[Tensor], offload: bool) -> None:
         self.device = tensors[0].device
@@ -170,7 +170,7 @@ class _Kept:
         end = self.ends[number] = begin + len(own[0])
         self.resize(end)
         for kept, tensor in zip(self.tensors, own):
-            # Below autograd: the graph of a trunk above may have saved other rows of the same buffer.
+            # Below autograd: a trunk's graph may have saved other rows of the same buffer.
             kept.data[begin:end].copy_(tensor.detach(), non_blocking=True)
         for total in self.sums:  # here and not in layers of parts, which run again in a backward
             total[begin:end].zero_()

@@ -79,7 +79,8 @@ SIZES = {
     "tiny-experts": Model(hidden=32, intermediate=24, head_dim=8, vocabulary=96, experts=4, experts_per_token=2),
     "tiny-delta-nets": Model(layers=4, hidden=32, intermediate=48, head_dim=8, vocabulary=96),
 }
-# Key heads, value heads and their head dim in models whose layers have gated delta nets but for each fourth.
+# Key heads, value heads and their head dim of models in which three of four layers have gated delta
+# nets.
 DELTA_NETS = {"qwen3.5-27b-L8": (16, 48, 128), "tiny-delta-nets": (2, 4, 8)}
 
 

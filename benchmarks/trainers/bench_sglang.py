@@ -12,7 +12,6 @@ so that SGLang computes the prompt first.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -24,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import sglang_rig
 from bench_vllm import line, rollout, timed_rollout
 from command import RESULTS, Result, gpu_folder, parser_of
-from vllm_rig import Engine, draw_prompts, run_engines, tell
+from vllm_rig import Engine, draw_prompts, parsed, run_engines, tell
 
 from flash_attn_dualkv.model_shape import MODELS
 
@@ -70,11 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--options", type=json.loads, default={}, help="more arguments of SGLang's Engine, as JSON")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        child(Engine(**json.loads(options.child)))
+    options, own = parsed(parser, arguments)
+    if own is not None:
+        child(own)
         return 0
     if any(least != most for *_, least, most in options.shape):
         parser.error("--shape: expected one number of new tokens: samples of a request have the same")

@@ -21,8 +21,6 @@ whole model's that its layers are. --live runs all replicas at once, and the las
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import sys
@@ -38,7 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import replicas
 from command import RESULTS, Result, gpu_folder, parser_of
 from replicas import Request
-from vllm_rig import ENGINES, HYBRIDS, Engine, describe, draw_prompts, gpus, run_engines, running, tell
+from vllm_rig import ENGINES, HYBRIDS, Engine, describe, draw_prompts, gpus, parsed, run_engines, running, tell
 
 from flash_attn_dualkv.model_shape import MODELS
 
@@ -91,7 +89,7 @@ def roll_out(llm: Any, requests: Sequence[Request], prompt: int, seed: int) -> d
 
 
 def timed_rollout(seconds: float, steps: Sequence[float], tokens: int, lengths: Sequence[int]) -> dict[str, Any]:
-    """What a row says of a rollout that took so many seconds, its steps, and the tokens that it has sampled.
+    """A row's figures of a rollout: its seconds, those of its steps, and the tokens that it has sampled.
 
     Args:
         lengths: new tokens that were asked for, of each request.
@@ -169,11 +167,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--replicas", type=int, default=8, help="among which they divide a shape's requests")
     parser.add_argument("--live", action="store_true", help="all replicas at once, each on a GPU of its own")
     parser.add_argument("--runner", choices=["1", "2"], help="of vLLM (default: its own)")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        child(Engine(**json.loads(options.child)))
+    options, own = parsed(parser, arguments)
+    if own is not None:
+        child(own)
         return 0
     if options.routers and options.model in HYBRIDS:
         parser.error("--routers: expected a model whose layers all attend, whose cache is divided by layers")

@@ -16,7 +16,6 @@ Each engine is a process of its own, with a model of four layers, Qwen3-1.7B-sha
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections import Counter
@@ -89,11 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--features", nargs="+", default=[*FEATURES], choices=[*FEATURES], help="of those")
     parser.add_argument("--stock", default="stock", choices=("stock", "unscheduled"), help="SGLang's own")
     parser.add_argument("--engines-per-gpu", type=int, default=3, help="at a time")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        child(Engine(**json.loads(options.child)))
+    options, own = rig.parsed(parser, arguments)
+    if own is not None:
+        child(own)
         return 0
     cases = [(feature, name) for feature in options.features for name in NAMES]
     engines, known = [], {}

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import random
 import statistics
@@ -206,11 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--features", nargs="+", default=[*FEATURES], choices=[*FEATURES], help="of those")
     parser.add_argument("--runners", nargs="+", default=[None], choices=["1", "2"], help="of vLLM (default: its own)")
     parser.add_argument("--engines-per-gpu", type=int, default=1, help="at a time")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="of an engine")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        child(Engine(**json.loads(options.child)), options.only)
+    options, own = rig.parsed(parser, arguments)
+    if own is not None:
+        child(own, options.only)
         return 0
     first, *others = FEATURES
     where = {"runners": options.runners, "engines_per_gpu": options.engines_per_gpu}

@@ -12,9 +12,7 @@ products. Differences are trainer - sampler; k3 is the mean of exp(d) - 1 - d, a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -124,11 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", default=DEFAULT, choices=list(ENGINES))
     parser.add_argument("--model", default="qwen3-1.7b")
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--limit-s", type=float, default=200.0, help="of an engine")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        child(Engine(**json.loads(options.child)))
+    options, own = rig.parsed(parser, arguments, limit=200.0)
+    if own is not None:
+        child(own)
         return 0
     settings = {"model": options.model, "layers": options.layers, "options": {"gpu_memory_utilization": 0.5}}
     found = rig.run_engines(__file__, [(name, settings) for name in options.engines], options.limit_s)

@@ -22,8 +22,8 @@ import torch
 import vllm_rig as rig
 from vllm_rig import Engine
 
-# By the names under which they are measured: "stock" is what SGLang takes on Hopper by itself. "unscheduled" is that
-# without a schedule of splits made beforehand, whose capture fails for some (sglang#22800).
+# "stock" is the backend that SGLang takes on Hopper by itself; "unscheduled" the same without its
+# schedule of splits, which some fail to capture in a graph (sglang#22800).
 ENGINES: dict[str, dict[str, Any]] = {
     name: {"settings": {"backend": backend}, "environment": {}}
     for name, backend in (("stock", "fa3"), ("flashinfer", "flashinfer"), ("triton", "triton"), ("dualkv", "dualkv"))

@@ -7,6 +7,7 @@ such a process says what it has found by `tell`. sglang_rig.py has what differs 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -79,6 +80,16 @@ class Engine:
     adapters: int = 0
 
 
+def parsed(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, limit: float = 240.0
+) -> tuple[argparse.Namespace, Engine | None]:
+    """A script's options, with the time limit of an engine; and in the process of an engine, that engine."""
+    parser.add_argument("--limit-s", type=float, default=limit, help="of an engine")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    return options, Engine(**json.loads(options.child)) if options.child else None
+
+
 def run_child(
     script: str, arguments: list[str], environment: dict[str, str], limit: float
 ) -> tuple[list[Any], str, str]:
@@ -134,7 +145,7 @@ def run_engines(
     script: str, engines: Sequence[tuple[str, dict[str, Any]]], limit: float, *arguments: str, engines_per_gpu: int = 1,
     known: dict[str, dict[str, Any]] = ENGINES,
 ) -> list[list[Any]]:  # fmt: skip
-    """What engines, of a name that is known and settings, have told; the output of one that has failed is printed.
+    """Results of engines, each of a known name and settings; prints the output of one that has failed.
 
     Engines run side by side, each on as many GPUs as its tensor parallelism takes.
     """

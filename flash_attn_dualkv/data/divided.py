@@ -22,8 +22,8 @@ from .split import below, split_by_token_budget
 # Of a trunk's row, where a part's costs 1: a forward, a recomputed one and a backward of twice its
 # work are 4, and the trunk's first forward is 1 more.
 PASSES = 1.25
-# A node of the tree that grows: on its path, each node that was given and the first of the micro-batches that have it.
-# Sorted, these are depth first.
+# A node of the tree that grows is named by its path: each node that was given, and the first of the
+# micro-batches that have it. Sorted, these are depth first.
 _Key: TypeAlias = "tuple[tuple[int, int], ...]"
 
 
@@ -146,7 +146,7 @@ class _Planner:
         return parents.intersection(*(self.tree.held([index])[0] for index in chosen))
 
     def below(self, numbers: Sequence[int], above: frozenset[int]) -> list[int | _Trunk]:
-        """What continues nodes that all samples of these micro-batches have."""
+        """Micro-batches and trunks that continue nodes which all samples of these micro-batches have."""
         parts: list[int | _Trunk] = []
         trunks: list[int | _Trunk] = []
         clusters = linked(self.inner[number] - above for number in numbers)

@@ -227,7 +227,8 @@ def _digest(common: Common) -> Tensor:
     """(2,) a number that stands for all values, and that times -1, whose maximum is that of the minimum.
 
     Three launches, each of which takes the host 10 us: the weighted sum of all tensors, times an odd number that stands
-    for the values of the host and all lengths. A last weight keeps the sum of zeros from being one.
+    for the values of the host and all lengths. One constant is summed, too: of ids that are all 0 the sum would be 0,
+    whatever the number.
     """
     values = [common.get(name) for name in _COMMON]
     tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]

@@ -34,7 +34,7 @@ def sequences(seed: int, count: int) -> list[Tensor]:
 
 
 def most_rows(cut: Cut, kept: float) -> float:
-    """Of the largest pass, with what is kept above it and of its own."""
+    """Rows of the largest pass, with those that are kept above it and of its own."""
 
     def most(pieces: tuple[Piece, ...], above: int) -> float:
         own = [cut.rows_of(piece) * (1 + kept * bool(piece.parts)) + kept * above for piece in pieces]
@@ -197,7 +197,7 @@ def test_parts_in_order() -> None:
     assert divided(9).cut.pieces == (Piece((0, 4), (Piece((1, 2)), Piece((5, 6)), Piece((3, 7)))),)
     assert divided(9).cut.node_lens == (8, 4, 5, 4, 8, 6, 7, 4)
     assert divided(1).numbers == ()  # without rows there is nothing to keep
-    # Three prompts of three micro-batches, each of which has one and a response of the next: all of them are longer.
+    # Three micro-batches, each with a prompt and a response of the next: all prompts are longer.
     ring, pairs = PrefixTree.of_prompts([[0, 5], [1, 2], [3, 4]], [50] * 6, [3] * 6), [[0, 1], [2, 3], [4, 5]]
     found = divided_trees(ring, pairs, trunks)
     assert found.numbers == (0, 1, 2) and [piece.nodes for piece in found.cut.trunks] == [(0, 3), (6,)]

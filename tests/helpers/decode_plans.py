@@ -171,7 +171,7 @@ class Plan:
 
 
 def read_lists(memory: Tensor, limits: Limits, q_rows: int, tile: tuple[int, int]) -> Lists:
-    """What the memory of a plan has for kernels with such tiles, of rows and keys."""
+    """The lists in a plan's memory, for kernels with tiles of so many rows and keys."""
     layout, asked = (ctypes.c_int64 * 7)(), PlanStruct(*(0,) * 10, *limits, 0)
     load_shim("decode").read_decode_layout(ctypes.byref(asked), *tile, layout)
     *offsets, shared_capacity, alone_capacity = layout

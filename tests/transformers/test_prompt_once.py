@@ -173,7 +173,7 @@ def test_plans(keep: Any, spare: int) -> None:
 
 
 def test_offloaded_keys_leave_room() -> None:
-    """Of their cost a layer's share counts, so that parts have more rows."""
+    """One layer's share of their cost counts, so that parts have more rows."""
     model = tiny_model("qwen3").train()
     batch, most = Samples.random([(40, [36, 29, 34, 38, 33])]).pack(boundary="gather"), 111
     with pytest.raises(SharedPromptError, match="offload: expected False, or a model with gradient checkpointing"):

@@ -36,14 +36,14 @@ def balance_of(model: Any, logits: Any, weights: Tensor) -> Tensor:
 
 
 def weights_of(batch: PackedBatch, sequences: list[int]) -> Tensor:
-    """Of each row, how many of these sequences it is in."""
+    """How many of these sequences each row is in."""
     firsts = batch.jagged_offsets
     rows = [batch.rows_of(torch.arange(int(firsts[index]), int(firsts[index + 1]))) for index in sequences]
     return torch.cat(rows).bincount(minlength=batch.layout.num_tokens).double()
 
 
 def expected_of(model: Any, batch: PackedBatch, pieces: list[list[int]]) -> tuple[Tensor, dict[str, Tensor], Any]:
-    """Of the batch in one pass, whose routers' loss is the sum of those of some sequences each."""
+    """Scores and gradients in one pass, whose routers' loss is the sum over some sequences each."""
     logits: list[Any] = []
     hook = model.model.register_forward_hook(lambda module, args, output: logits.append(output.router_logits))
     logps, _ = dualkv.shared_prompt_forward(model, batch)

@@ -30,7 +30,7 @@ def cut_of(batch: PackedBatch) -> Cut:
 
 
 def patches_of(model: Any) -> list[tuple[int, bool]]:
-    """Of each call of the tower its patches, and whether it has gradients."""
+    """Patches of each call of the tower, and whether it has gradients."""
     found: list[tuple[int, bool]] = []
     tower = next(module for name, module in model.named_modules() if name.endswith("visual"))
     tower.register_forward_pre_hook(lambda _, args: found.append((len(args[0]), torch.is_grad_enabled())))
@@ -68,7 +68,7 @@ def test_a_frozen_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch that has them for its rows, of text as well."""
+    """Positions that a batch gives its rows reach all passes, those of several dimensions too."""
     model = multimodal_model("qwen3_vl", dtype=torch.float64).train()
     batch = MIXED.pack()
     use_cut(monkeypatch, cut_of(batch))

@@ -61,8 +61,8 @@ CASES = {
     "fsdp2, mixed precision, states": ("trunks", "kv"),
 }
 if VERSION < (5, 0):
-    # There, experts that no token takes have no gradient: DDP waits for it, and ranks of FSDP 2 reduce
-    # other sizes.
+    # There, experts that no token takes have no gradient: DDP waits for it, and ranks of FSDP 2
+    # reduce other sizes.
     CASES = {case: kinds for case, kinds in CASES.items() if "experts" not in case}
 
 

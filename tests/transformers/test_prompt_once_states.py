@@ -74,7 +74,7 @@ def test_a_root_beside_kept_states(keep: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("targets", ["[qv]_proj", r"in_proj_qkv\w*", "out_proj"])
 def test_lora(targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where states of the first layer need no gradient, and those of later ones do."""
+    """States of the first layer need no gradient, those of later ones do."""
     peft = pytest.importorskip("peft")
     options = dict(r=4, target_modules=rf".*\.{targets}", task_type="CAUSAL_LM", init_lora_weights=False)
     layers = ["linear_attention", "full_attention", "linear_attention"]
@@ -155,7 +155,7 @@ def test_states_of_a_second_pass_that_differ(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_backward_that_is_forgotten() -> None:
-    """Of a layer that has a state, though attention's has run."""
+    """A missing pass of a layer with a state is seen, though attention's has run."""
     model, batch = hybrid_model(KINDS[0], torch.float32).train(), GROUP.take(range(5)).pack()
     cut = plan_parts(batch.tree, 140, kept=0.1)
     trunk = dualkv.Pieces(model, batch, cut).outermost.inner(0)

@@ -184,7 +184,7 @@ def _levels(nodes: _Nodes, device: torch.device) -> Levels:
     for index in segments:
         is_leaf = above[index] >= 0 and index not in continued
         calls[-1 if is_leaf else depths[index]].append(index)
-    # Of each segment's state, its place among those that are given and of all levels.
+    # Places of the segments' states, those that are given first, then level by level.
     places = {index: states[index] for index in range(len(lens)) if nodes.is_given(index)}
     before = 0  # the first of the level above
     levels: list[Level] = []

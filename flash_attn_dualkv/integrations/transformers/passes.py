@@ -20,8 +20,8 @@ from ...data.parts import Piece
 from ...parallel.agreement import largest_of_ranks
 from .trunk import Keep, Loss, Trunk
 
-# Passes: forward alone, without and with a graph; forward and backward; backward alone. In this order
-# they make a slot of the ranks' common string.
+# Passes: a forward without and with a graph, forward and backward, a backward. In this order they make
+# a slot of the ranks' common string.
 _LETTERS = "FGBR"
 
 
@@ -99,7 +99,7 @@ class Passes:
         self._own = self.own_passes()
         self._roots: list[Tensor] = []  # of other ranks' passes whose graph is kept
 
-    # What each loop says for itself
+    # Overridden by each loop
 
     def own_passes(self) -> Generator[Due | None, None, None]:
         """Run this rank's passes, one a step; one of the loop's is not run but named."""
@@ -120,7 +120,7 @@ class Passes:
     def run_backward(self, root: Tensor) -> None:
         root.backward()
 
-    # What all loops do
+    # Common to all loops
 
     def below(self, trunk: Trunk, loss_of: Loss | None = None, path: str = "") -> Generator[Due | None, None, None]:
         """The passes of all that continues a trunk. `loss_of`: of sequences that end in trunks."""
@@ -182,7 +182,7 @@ class Passes:
             self._roots.append(root)
 
     def take(self) -> Due:
-        """What is due, for the loop to run it."""
+        """The pass that is due, for the loop to run it."""
         due, self._due = self._due, None
         assert due is not None
         self._place += 1

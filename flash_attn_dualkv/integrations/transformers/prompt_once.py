@@ -70,9 +70,9 @@ def shared_prompt_backward(
             their bytes make.
         keep: "kv": a trunk runs twice; "graph": once, and its activations stay, which saves a forward of its rows, for
             a model that is not wrapped or in FSDP 2; "auto": that where it needs no more parts.
-        offload: kept keys, values, states and sums of their gradients lie in pinned memory of the host, and a layer's
-            come while it runs, so that they take a layer's share of `max_tokens`. With gradient checkpointing: else
-            the graphs of all layers would hold copies. Copies wait their turn among the GPU's other work.
+        offload: of a model on a GPU, kept keys, values, states and sums of their gradients lie in pinned memory of the
+            host. A layer copies its own when it runs, in its stream, so that one layer's share of them counts against
+            `max_tokens`. Needs gradient checkpointing: else the graphs of all layers would hold copies.
         temperature, with_entropy: of `shared_prompt_forward`.
         backward: of a scalar: `accelerator.backward`, or `lambda loss: scaler.scale(loss).backward()`.
         no_sync: context of all backwards but the last one. None: `model.no_sync` of DDP and FSDP 1; FSDP 2 reduces in

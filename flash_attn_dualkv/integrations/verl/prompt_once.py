@@ -120,7 +120,7 @@ class Passes(_Passes):
 
     @cached_property
     def pieces(self) -> _Pieces:
-        """Of this rank's trees; or of any tokens."""
+        """Pieces of this rank's trees; without any, of its first sample, for dummies."""
         divided = self.divided
         if divided is not None:
             return _Pieces(self.engine, self.data, divided.tree, divided.cut, divided.sequences)
