@@ -33,7 +33,7 @@ class Weight(NamedTuple):
     `recorded` is where it stands as long as it is above the bar. It only goes down, but for a feature that brings a
     budget of its own: prompts once (1,956 lines of the package), vLLM's range of versions (85), verl's router (299),
     SGLang (316), ranks that are compared in one reduction (17), delta nets in Megatron (96); hybrids of vLLM and
-    Megatron, replicas and whole steps of verl (499 lines of the benchmarks).
+    Megatron, replicas, rollouts of SGLang and whole steps of verl (490 lines of the benchmarks).
     """
 
     name: str
