@@ -140,15 +140,15 @@ def test_the_first_figures_of_the_readme_are_of_the_results() -> None:
     page = (RESULTS / "trainers" / "README.md").read_text()
     trl = re.split(r"^### GRPO: .* 8 prompts, 16 x 4096 x 512, 28 layers of width 1024", page, flags=re.M)[1]
     verl = re.split(r"^### Qwen3-8B, 32 x 8192 x 2048, .* 2 prompts, 2 GPUs$", page, flags=re.M)[1]
-    vllm = [row for row in page.splitlines() if row.startswith("| H200 ") and "qwen3-8b, 36 " in row]
-    vllm = [row for row in vllm if "| 16 x 16 x 8192 x 512 " in row]
+    rollouts = "\n".join(re.findall(r"^\| H200 .* qwen3-8b, 36 .*\| 16 x 16 x 8192 x 512 .*", page, re.M))
+    steps = r"\| {} +\| +([\d.]+) .*?\| this package +\| +([\d.]+) "
     expected = [
         re.search(r"^\| step, s +\| ([\d.]+) +\| ([\d.]+)", trl, re.M),
         re.search(r"\| verl, tokens 40960 +\| ([\d.]+) .*?\n\| plug-in, tokens 40960 +\| ([\d.]+) ", verl, re.S),
-        re.search(r"\| vLLM +\| +([\d.]+) .*?\| this package +\| +([\d.]+) ", "\n".join(vllm), re.S),
+        *(re.search(steps.format(engine), rollouts, re.S) for engine in ("vLLM", "SGLang")),
     ]
     found = re.findall(r"^\| \[(\w+)\].* \| ([\d.]+) → ([\d.]+) \(([\d.]+)x\) \|", README.partition("```")[0], re.M)
-    assert [name for name, *_ in found] == ["TRL", "verl", "vLLM"]
+    assert [name for name, *_ in found] == ["TRL", "verl", "vLLM", "SGLang"]
     for (name, *figures), match in zip(found, expected):
         assert match is not None, name
         stock, own = map(float, match.groups())
