@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ class Trunks(NamedTuple):
 
     Attributes:
         kept: how many rows' memory the kept keys of a row take.
+        state: how many rows' memory the kept end state of a node takes.
         least_ratio: a trunk must make the work of its micro-batches so many times less.
         passes: what a trunk's row costs, where a part's costs 1; 1 without gradients.
         is_bounded: no pass has more rows than the largest micro-batch, with what is kept for it.
@@ -41,6 +43,7 @@ class Trunks(NamedTuple):
     """
 
     kept: float = 1.0
+    state: float = 0.0
     least_ratio: float = 1.0
     passes: float = PASSES
     is_bounded: bool = False
@@ -185,28 +188,30 @@ class _Planner:
         Args:
             trunk: which.
             above: the nodes that grow, by those that were given.
-            kept: rows above.
+            kept: how many rows' memory is kept above.
 
         Raises:
             SharedPromptError: a pass has no room.
         """
         places = self._grow(trunk.nodes, _numbers([trunk])[0], above)
         passes: list[list[Run]] = [[]]
-        rows = 0  # of the last of them
+        rows, own = 0, 0.0  # of the last of them, and the memory that is kept of these
         for node in trunk.nodes:
             begin, end, length = 0, -1, self.tree.node_lens[node]
+            state = self.trunks.state if length else 0.0
             while end < length:
-                room = (self.max_tokens - self.trunks.kept * kept) / (1 + self.trunks.kept) - rows
+                room = (self.max_tokens - kept - own - rows - state) / (1 + self.trunks.kept)
                 end = length if length - begin <= room else begin + max(0, int(room) // TILE * TILE)
                 if end > begin or not length:
                     passes[-1].append(Run(places[node], begin, end))
+                    own += self.trunks.kept * (end - begin) + state
                 rows, begin = rows + end - begin, end
                 if end < length:
                     if not passes[-1]:
                         raise SharedPromptError("max_tokens", "more, for a trunk", self.max_tokens)
                     passes.append([])
-                    kept, rows = kept + rows, 0
-        kept += rows
+                    kept, rows, own = kept + own, 0, 0.0
+        kept += own
         parts = [
             self.trunk(item, places, kept) if isinstance(item, _Trunk) else self._part(item, places, kept)
             for item in trunk.items
@@ -217,7 +222,7 @@ class _Planner:
 
     def _part(self, number: int, above: Mapping[int, _Key], kept: float) -> Runs:
         held = {node: rows for node, rows in self.held[number].items() if node not in above}
-        if sum(held.values()) + self.trunks.kept * kept > self.max_tokens:
+        if sum(held.values()) + kept > self.max_tokens:
             raise SharedPromptError("max_tokens", "more, for a part", self.max_tokens)
         places = self._grow(held, number, above)
         self.leaves |= {index: places[node] for index, node in zip(self.micro_batches[number], self.lowest[number])}
@@ -267,7 +272,7 @@ def split_with_trunks(tree: PrefixTree, max_tokens: int, trunks: Trunks) -> list
         sizes[root] += size
     groups = below(tree, [root if sizes[root] > max_tokens else -1 for root in tree.roots])
     with suppress(SharedPromptError):  # no room for a sequence beside what is kept
-        scaled = [_scaled(tree.take(chosen), max_tokens, max(1.0, trunks.kept)) for chosen in groups]
+        scaled = [_scaled(tree.take(chosen), max_tokens, trunks) for chosen in groups]
         others = [
             [chosen[at] for at in part]
             for chosen, own in zip(groups, scaled)
@@ -277,13 +282,14 @@ def split_with_trunks(tree: PrefixTree, max_tokens: int, trunks: Trunks) -> list
     return stock
 
 
-def _scaled(tree: PrefixTree, max_tokens: int, scale: float) -> PrefixTree:
+def _scaled(tree: PrefixTree, max_tokens: int, trunks: Trunks) -> PrefixTree:
     """The tree, in which nodes whose subtrees do not fit have as many rows as what is kept of theirs takes."""
+    scale, state = max(1.0, trunks.kept), math.ceil(trunks.state)
     sizes = [*tree.node_lens]
     for node in reversed(range(len(sizes))):
         if tree.node_parents[node] >= 0:
             sizes[tree.node_parents[node]] += sizes[node]
-    lens = [-int(-scale * own // 1) if size > max_tokens else own for own, size in zip(tree.node_lens, sizes)]
+    lens = [math.ceil(scale * own) + state if size > max_tokens else own for own, size in zip(tree.node_lens, sizes)]
     scaled = PrefixTree(tuple(lens), tree.node_parents, tree.leaves, (), tree.boundary)
     sequence_lens = tuple(
         max(1, length - tree.begins[leaf] + scaled.begins[leaf]) if leaf >= 0 else 0

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +34,7 @@ from verl_runs import (
 )
 
 from flash_attn_dualkv.integrations.common.options import Options
+from flash_attn_dualkv.integrations.transformers.prompt_once import state_cost
 from flash_attn_dualkv.integrations.verl import engine as engines
 from flash_attn_dualkv.integrations.verl.sharing import SharedPrompts
 
@@ -207,8 +207,7 @@ class _Engine(engines._SharedPrompts):
     def __init__(self, family: str = "qwen3", **options: Any) -> None:
         config = AutoConfig.for_model(family, **options.pop("config", {}))
         with torch.device("meta"):
-            self.stock_module = AutoModelForCausalLM.from_config(config) if family == "qwen3" else None
-        self.stock_module = self.stock_module or SimpleNamespace(config=config)
+            self.stock_module = AutoModelForCausalLM.from_config(config)
         self.use_ulysses_sp, self.ulysses_sequence_parallel_size = options.pop("ranks", 1) > 1, 2
         self.pad_to_length = options.pop("pad", False)
         self.options, self.announced, self.is_forward_only = Options(prompt_once=True, **options), set(), False
@@ -227,6 +226,8 @@ def samples(**others: Any) -> TensorDict:
 SMALL = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
              intermediate_size=8, vocab_size=8)  # fmt: skip
 ROPE = dict(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=4)
+HYBRID = SMALL | dict(num_hidden_layers=4, linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=8,
+                      linear_value_head_dim=8, num_experts=2, moe_intermediate_size=8)  # fmt: skip
 REASONS = [
     (dict(), dict(), None),
     (dict(ranks=2), dict(), "Ulysses divides rows"),
@@ -249,10 +250,12 @@ def test_reasons(options: Any, others: Any, reason: str | None, caplog: pytest.L
     assert engine._trunks(samples(), "dropout", None) is None and len(caplog.records) == len(said)
 
 
-def test_hybrids_that_nobody_asked_for() -> None:
-    engine = _Engine("qwen3_next")
+def test_budgets_count_states_of_hybrids() -> None:
+    """A delta net's state is heads x 8 x 8 in float32, as is its sum."""
+    engine = _Engine("qwen3_next", config=HYBRID)
     engine.options = Options(prompt_once=None)
-    assert engine._why_not_cut(samples()) == "budgets do not count the states of hybrids"
+    trunks = engine._trunks(samples(), None, None)
+    assert trunks.is_bounded and trunks.state == state_cost(engine.stock_module) > 8 * trunks.kept > 0
 
 
 def test_engines_that_have_no_passes(caplog: pytest.LogCaptureFixture) -> None:

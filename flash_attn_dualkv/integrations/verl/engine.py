@@ -34,7 +34,7 @@ from ..transformers import install_layout_hook, wrap
 from ..transformers.admission import check, table, unwrap
 from ..transformers.images import check_images, check_placeholders, placeholders_of
 from ..transformers.packed_forward import PackedRow, packed_forward, packed_row
-from ..transformers.prompt_once import kept_cost
+from ..transformers.prompt_once import kept_cost, state_cost
 from ..transformers.rope import rope_of_ranks
 from ..transformers.trunk import check_model_can_be_cut
 from . import patches
@@ -274,10 +274,11 @@ class _SharedPrompts(SharedPrompts):
                 lacking = lacking or "another rank cannot keep them, and says why"
                 self._announce(f"micro-batches compute their own prompts, without prompt_once: {lacking}")
             return None
-        kept = kept_cost(unwrap.causal_lm_of(self.stock_module), self._dtype().itemsize)
+        causal_lm = unwrap.causal_lm_of(self.stock_module)
+        kept, state = kept_cost(causal_lm, self._dtype().itemsize), state_cost(causal_lm)
         is_asked, least = self.options.prompt_once is not None, self.options.min_dedup_ratio
-        passes = 1.0 if self.is_forward_only else PASSES
-        return Trunks(kept, least if is_asked else max(least, UNASKED_RATIO), passes, is_bounded=not is_asked)
+        least = least if is_asked else max(least, UNASKED_RATIO)
+        return Trunks(kept, state, least, 1.0 if self.is_forward_only else PASSES, is_bounded=not is_asked)
 
     def _why_not_cut(self, data: TensorDict) -> str | None:
         """Why a prompt and what continues it have to run in one pass."""
@@ -288,8 +289,6 @@ class _SharedPrompts(SharedPrompts):
             "samples have images, video or audio": bool(samples_with_media(data)),
             "a teacher scores tokens": "teacher_logprobs" in data
             or any(tu.get_non_tensor_data(data, flag, False) for flag in flags),
-            "budgets do not count the states of hybrids": self.options.prompt_once is None
-            and table.is_hybrid(self.stock_module.config),
             "LoRA's dropout draws other masks in a prompt's second pass": self.options.share_lora_dropout,
         }
         if (lacking := next((text for text, holds in reasons.items() if holds), None)) is not None:
