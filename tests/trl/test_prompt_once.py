@@ -37,7 +37,7 @@ from flash_attn_dualkv.integrations.transformers.trunk import Trunk
 pytestmark = pytest.mark.usefixtures("restored_registry")
 GRPO = shared.SharedPromptGRPOTrainer
 once = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.prompt_once")
-ONCE = dict(prompt_once=True)
+ONCE, OFF = dict(prompt_once=True), dict(prompt_once=False)
 # A prompt's 8 completions are 4 slices of an optimizer step.
 STEP: dict[str, Any] = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, num_generations=8)
 
@@ -46,7 +46,7 @@ def runs(model: Any, out: Path, cls: Any = GRPO, stock: Any = tiny_trl.StockInGr
     """A training with prompt_once and one without, which equal the stock one."""
     window = config.get("gradient_accumulation_steps", 1)
     found = []
-    for kind, own in ((in_windows(stock, window), {}), (in_windows(cls, window), {}), (cls, ONCE)):
+    for kind, own in ((in_windows(stock, window), {}), (in_windows(cls, window), OFF), (cls, ONCE)):
         start = model() if callable(model) else model
         found.append(
             train(
@@ -146,7 +146,7 @@ def test_a_window(family: str, groups: str, tmp_path: Path) -> None:
         slices[1]["completion_mask"][0] = slices[0]["completion_mask"][0]
     found = []
     make = hybrid_model if family in HYBRIDS else tiny_model
-    for cls, options in ((trl.GRPOTrainer, {}), (GRPO, {}), (GRPO, ONCE)):
+    for cls, options in ((trl.GRPOTrainer, {}), (GRPO, OFF), (GRPO, ONCE)):
         made = prepared(cls, make(family, dtype=torch.float64, attention="sdpa"), tmp_path, slices, **options)
         found.append((window(made), gradients(made.model), made))
     (losses, expected, _), _, (got_losses, got, made) = found
@@ -163,7 +163,7 @@ def test_scores_without_gradients(tmp_path: Path) -> None:
     ids, mask, width = batch([(40, [5, 9, 3, 7, 2]), (31, [6, 4, 8])])
     stock, off, made = (
         trainer(cls, tiny_model("qwen3", dtype=torch.float64, attention="sdpa"), tmp_path, arguments=arguments)
-        for cls, arguments in ((trl.GRPOTrainer, {}), (GRPO, {}), (GRPO, ONCE))
+        for cls, arguments in ((trl.GRPOTrainer, {}), (GRPO, OFF), (GRPO, ONCE))
     )
     tokens = []
     for own in (stock, off, made):
@@ -180,6 +180,34 @@ def test_scores_without_gradients(tmp_path: Path) -> None:
     # its own.
     completions = int(mask.sum()) - 5 * 40 - 3 * 31 + 8
     assert tokens == [completions + 3 * 39 + 2 * 30, completions + 39 + 30]
+
+
+def test_unasked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Prompts are kept where that pays and no pass needs more rows; not between steps that are no TRL's."""
+
+    class Steps(trl.GRPOTrainer):
+        def training_step(self, *args: Any) -> Tensor:
+            return super().training_step(*args)
+
+    class Above(GRPO):
+        def training_step(self, *args: Any) -> Tensor:
+            return super().training_step(*args)
+
+    mine = type("Mine", (shared.SharedPromptMixin, Steps), {})
+    tokens: dict[str, list[int]] = {}
+    for prompt in (9, 2):  # tokens; with 2 of them a prompt's pass costs more than 5% of what it saves
+        slices, found = slices_of([(prompt, [5, 9, 3, 7])], 2), {}
+        for name, cls, options in (
+            ("off", GRPO, OFF), ("once", GRPO, ONCE), ("unasked", GRPO, {}), ("steps", mine, {}), ("above", Above, {})
+        ):  # fmt: skip
+            model = tiny_model("qwen3", dtype=torch.float64, attention="sdpa", intermediate_size=256)
+            made = prepared(cls, model, tmp_path, slices, **options)
+            window(made)
+            tokens.setdefault(name, []).append(made._metrics["train"]["shared_prompt/tokens"][0])
+            found[name] = gradients(made.model)
+            check_gradients(found[name], found["off"], GRADIENT)
+    assert tokens["steps"] == tokens["above"] == tokens["off"] and not sayings(caplog)
+    assert tokens["unasked"] == [tokens["once"][0], tokens["off"][1]] and tokens["once"][0] < tokens["off"][0]
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -227,7 +255,7 @@ class Steps(trl.GRPOTrainer):
 def test_a_trainer_that_does_not_wait_for_prompts(kind: Any, tmp_path: Path) -> None:
     cls = type("Shared", (shared.SharedPromptMixin, kind), {})
     made = trainer(cls, model_on_disk(tmp_path), tmp_path, arguments=ONCE, **STEP)
-    with pytest.raises(SharedPromptError, match="^prompt_once: expected neither clipped gradients nor an optimizer"):
+    with pytest.raises(SharedPromptError, match="^prompt_once: expected False, or neither clipped gradients"):
         train(made)
     # Nothing of it stays.
     made.accelerator.clip_grad_norm_(made.model.parameters(), 1.0)
@@ -266,9 +294,9 @@ def test_models_that_are_refused(name: str, tmp_path: Path, caplog: pytest.LogCa
     model, settings, message = REFUSED[name]
     slices = slices_of(*GROUPS["a prompt"])
     found = []
-    for options in ({}, ONCE):
+    for options in (OFF, ONCE):
         made = prepared(GRPO, model(), tmp_path, slices, **options)
-        if options:  # none of these reaches into the trainer
+        if options == ONCE:  # none of these reaches into the trainer
             made.args.torch_compile = "torch_compile" in settings
             made.is_deepspeed_enabled = "deepspeed" in settings
         found.append((window(made), gradients(made.model)))
@@ -328,7 +356,7 @@ def test_a_trainer_that_scores_other_tokens(place: int, tmp_path: Path) -> None:
         prepared(
             type("Mine", (shared.SharedPromptMixin, Cuts, trl.GRPOTrainer), {}), model, tmp_path, slices, **options
         )
-        for options in ({}, ONCE)
+        for options in (OFF, ONCE)
         for model in [tiny_model("qwen3", dtype=torch.float64, attention="sdpa")]
     )
     if place:

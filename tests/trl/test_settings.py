@@ -63,16 +63,21 @@ def test_tokens_are_counted_over_all_forwards(
 
 
 @pytest.mark.parametrize(
-    ("cls", "size", "message"),
+    ("cls", "arguments", "config", "message"),
     [
-        (GRPO, 1, "nothing is shared"),
-        (shared.SharedPromptRLOOTrainer, 2, "at most 2 of a prompt's 4 completions share it"),
-        (shared.SharedPromptDPOTrainer, 1, None),
+        (GRPO, {}, dict(steps_per_generation=4), "nothing is shared"),
+        (GRPO, {}, dict(gradient_accumulation_steps=4), None),
+        (
+            shared.SharedPromptRLOOTrainer, dict(prompt_once=False),
+            dict(per_device_train_batch_size=2, gradient_accumulation_steps=4),
+            "at most 2 of a prompt's 4 completions share it",
+        ),
+        (shared.SharedPromptDPOTrainer, {}, {}, None),
     ],
-)
+)  # fmt: skip
 def test_small_micro_batches_are_told_before_the_training(
-    cls: Any, size: int, message: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cls: Any, arguments: Any, config: Any, message: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer(cls, model_on_disk(tmp_path), tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=4)
+    trainer(cls, model_on_disk(tmp_path), tmp_path, arguments=arguments, **dict(per_device_train_batch_size=1) | config)
     assert ("per_device_train_batch_size" in caplog.text) == (message is not None)
     assert message is None or message in caplog.text

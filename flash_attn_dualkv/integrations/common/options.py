@@ -21,6 +21,7 @@ from ..transformers.admission.table import kernels_lack
 PREFIX = "shared_prompt"  # of options in configurations, and of metrics
 ENVIRONMENT = "DUALKV_VERL"
 GONE = "max_responses_per_group"
+UNASKED_RATIO = 1.05  # of trunks that nobody has asked for
 
 
 class Options(NamedTuple):
@@ -40,8 +41,8 @@ class Options(NamedTuple):
             training draws one for each response: another regulariser, and not exact.
         prompt_once: micro-batches that divide the samples of a prompt compute it once, keep its keys
             and give it their gradients in a pass of its own. Of verl's FSDP engines, and of TRL's
-            trainers with rollouts. None ("auto"): in verl's where that takes 5% less work and no
-            pass of an update needs more rows than the largest micro-batch; not in TRL's.
+            trainers with rollouts. None ("auto"): where that takes 5% less work and no pass of an
+            update needs more rows than the largest micro-batch, kept keys included.
     """
 
     enabled: bool = True
@@ -57,6 +58,11 @@ class Options(NamedTuple):
     def first_use(self) -> dict[str, Any]:
         """The options of `check_first_use`."""
         return dict(self_check=self.self_check, share_lora_dropout=self.share_lora_dropout)
+
+    @property
+    def trunk_ratio(self) -> float:
+        """A trunk makes the work of its micro-batches so many times less, at least."""
+        return self.min_dedup_ratio if self.prompt_once else max(self.min_dedup_ratio, UNASKED_RATIO)
 
     @staticmethod
     def checked(settings: Mapping[str, tuple[str, Any]]) -> Options:

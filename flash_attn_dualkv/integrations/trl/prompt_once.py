@@ -29,6 +29,7 @@ from ..common.options import AUTOCAST_DTYPES, REASONS, Refusal, Refused, refusin
 from ..transformers.admission.unwrap import causal_lm_of, lora_dropouts
 from ..transformers.packed_forward import packed_forward, packed_row
 from ..transformers.passes import Due, Part, Passes, letters_of
+from ..transformers.prompt_once import kept_cost, state_cost
 from ..transformers.trunk import Keep, Pieces, Scores, check_can_be_cut, root_of
 
 # Methods of accelerators.
@@ -113,8 +114,12 @@ class PromptOnce:
         return self._run is None or self._run.forgo()
 
     def say(self, reason: str, message: str) -> None:
-        """Warn once a reason."""
-        text = f"A prompt is computed anew in each of its micro-batches, in spite of prompt_once: {message}"
+        """Warn once a reason; unasked, where a micro-batch has no room for the completions of a prompt."""
+        args, is_asked = self.trainer.args, self.trainer._sharing_options.prompt_once
+        if not is_asked and args.per_device_train_batch_size >= args.num_generations:
+            return
+        spite = ", in spite of prompt_once" if is_asked else ""
+        text = f"A prompt is computed anew in each of its micro-batches{spite}: {message}"
         self.trainer._sharing.say(f"prompt_once, {reason}", text)
 
     def _parts_of(
@@ -149,8 +154,12 @@ class PromptOnce:
         if not all(samples.prompt_lens or ()):
             raise Refused("no_prompts", REASONS["no_prompts"])
         tree = pipeline.planned(samples, sharing.options._replace(min_shared=None))
+        # What is asked for has no pass of more rows either, but kept keys come on top.
+        kept = 0.0, 0.0
+        if not sharing.options.prompt_once:
+            kept = kept_cost(causal_lm, None if dtype is None else dtype.itemsize), state_cost(causal_lm)
         passes = PASSES if torch.is_grad_enabled() else 1.0
-        trunks = Trunks(0.0, passes=passes, is_bounded=True, in_order=True)
+        trunks = Trunks(*kept, sharing.options.trunk_ratio, passes, is_bounded=True, in_order=True)
         divided = divided_trees(tree, [range(*pair) for pair in pairwise(bounds)], trunks)
         if not divided.numbers:
             return (), None
@@ -323,7 +332,7 @@ def _without_steps(trainer: Any) -> Iterator[None]:
     """Refuse clipping and optimizer steps: gradients of prompts lack until their last pass."""
 
     def refuse(*_: Any, **__: Any) -> None:
-        expected = "neither clipped gradients nor an optimizer step before the trainer's training_step returns"
+        expected = "False, or neither clipped gradients nor a step before the trainer's training_step returns"
         raise SharedPromptError("prompt_once", expected, "one while gradients of prompts are still to come")
 
     attributes = vars(trainer.accelerator)

@@ -39,7 +39,6 @@ from ..transformers.rope import rope_of_ranks
 from ..transformers.trunk import check_model_can_be_cut
 from . import patches
 from .micro_batches import (
-    UNASKED_RATIO,
     Lengths,
     OutputsOf,
     PackedMicroBatch,
@@ -276,9 +275,8 @@ class _SharedPrompts(SharedPrompts):
             return None
         causal_lm = unwrap.causal_lm_of(self.stock_module)
         kept, state = kept_cost(causal_lm, self._dtype().itemsize), state_cost(causal_lm)
-        is_asked, least = self.options.prompt_once is not None, self.options.min_dedup_ratio
-        least = least if is_asked else max(least, UNASKED_RATIO)
-        return Trunks(kept, state, least, 1.0 if self.is_forward_only else PASSES, is_bounded=not is_asked)
+        passes = 1.0 if self.is_forward_only else PASSES
+        return Trunks(kept, state, self.options.trunk_ratio, passes, is_bounded=not self.options.prompt_once)
 
     def _why_not_cut(self, data: TensorDict) -> str | None:
         """Why a prompt and what continues it have to run in one pass."""

@@ -250,10 +250,6 @@ class Grouped:
     divided: DividedTrees | None = None
 
 
-# A trunk that nobody has asked for makes the work of its micro-batches so many times less.
-UNASKED_RATIO = 1.05
-
-
 def grouped_micro_batches(
     data: TensorDict,
     dp_group: Any,
