@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +25,7 @@ from sglang_steps import Calls, layer, run, runner
 
 from flash_attn_dualkv.errors import SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations import sglang as plugin
+from flash_attn_dualkv.integrations.sglang import __main__ as command
 from flash_attn_dualkv.integrations.sglang import versions
 
 
@@ -60,6 +64,33 @@ def test_register(registered: Any, calls: Calls) -> None:
     made = registry.ATTENTION_BACKENDS["dualkv"](runner())
     run(made, layer(), steps.DECODING)
     assert not calls.rows
+
+
+def test_a_script_with_arguments_of_sglang(registered: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As slime's and miles' are: each argument has a prefix, and files beside the script can be imported."""
+    script = tmp_path / "train.py"
+    (tmp_path / "beside.py").write_text("ANSWER = 42")
+    script.write_text(
+        "import argparse, json, sys, beside\n"
+        "from sglang.srt.server_args import ServerArgs\n"
+        "parser = argparse.ArgumentParser()\n"
+        "add = parser.add_argument\n"
+        "parser.add_argument = lambda name, *more, **options: add('--sglang-' + name.lstrip('-'), **options)\n"
+        "ServerArgs.add_cli_args(parser)\n"
+        "found = parser.parse_args()\n"
+        "given = [__name__, beside.ANSWER, found.sglang_attention_backend, found.sglang_page_size]\n"
+        "open(sys.argv[0] + '.json', 'w').write(json.dumps(given))\n"
+    )
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    options = "--sglang-model-path x --sglang-attention-backend dualkv --sglang-page-size 64"
+    server_args.ATTENTION_BACKEND_CHOICES.remove("dualkv")
+    registry.ATTENTION_BACKENDS.pop("dualkv")
+    monkeypatch.setattr(sys, "argv", ["-m", str(script), *options.split()])
+    command.main()
+    assert json.loads((tmp_path / "train.py.json").read_text()) == ["__main__", 42, "dualkv", 64]
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    with pytest.raises(SystemExit, match="usage"):
+        command.main()
 
 
 @pytest.mark.parametrize(
