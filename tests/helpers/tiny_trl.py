@@ -281,19 +281,12 @@ def slices_of(shapes: list[tuple[int, list[int]]], rows: int, order: list[int] |
     ]
 
 
-class Buffered:
-    """Trains on slices that are there already; put before a trainer."""
-
-    def _prepare_inputs(self: Any, inputs: Any) -> Any:
-        return self._buffered_inputs[self._step % len(self._buffered_inputs)]
-
-
 def prepared(cls: Any, model: Any, out: Path, slices: list[dict[str, Any]], **options: Any) -> Any:
     """A trainer whose window has these slices."""
-    kind = type(cls.__name__, (Buffered, cls), {})
     count, rows = len(slices), len(slices[0]["prompt_ids"])
     config = dict(per_device_train_batch_size=rows, gradient_accumulation_steps=count, loss_type="dapo")
-    made = trainer(kind, model, out, arguments=options, num_generations=count * rows, **config)
+    made = trainer(cls, model, out, arguments=options, num_generations=count * rows, **config)
+    made._prepare_inputs = lambda _: made._buffered_inputs[made._step % count]
     made._buffered_inputs, made.current_gradient_accumulation_steps = slices, count
     made.create_optimizer()
     return made

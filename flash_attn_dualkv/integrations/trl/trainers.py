@@ -59,7 +59,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         prompt_once: micro-batches of an optimizer step that have prompts in common are neighbours and compute them
             once: keys and values of a prompt, and float32 sums of their gradients, are kept meanwhile. None: where
             that takes 5% less work, and no pass needs more rows than the largest micro-batch, kept keys included;
-            not with a `training_step` of your own.
+            not with a `training_step` or `_prepare_inputs` that is not of TRL's stable trainers.
 
     Everything else is the trainer's.
 
@@ -90,13 +90,15 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             self.siblings_window = self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
 
     def _may_keep_prompts(self) -> bool:
-        """True if asked, or if nobody says no and the trainer's steps are TRL's."""
-        is_asked = self._sharing_options.prompt_once
-        if is_asked is not None:
-            return is_asked
+        """True if asked, or if nobody says no and the trainer's slices and steps are TRL's."""
+
+        def is_trl(name: str) -> bool:
+            stock = getattr(super(SiblingsTogetherMixin, self), name).__module__
+            return getattr(type(self), name) is getattr(SharedPromptMixin, name) and stock.startswith("trl.trainer.")
+
         # Steps of the user's own may clip gradients that those of prompts are still to be added to.
-        stock = super().training_step.__module__  # type: ignore[misc]
-        return type(self).training_step is SharedPromptMixin.training_step and stock.startswith("trl.")
+        is_asked = self._sharing_options.prompt_once
+        return all(map(is_trl, ("training_step", "_prepare_inputs"))) if is_asked is None else is_asked
 
     def _share(self: Any) -> None:
         """Let the policy and the reference share prompts, as soon as TRL has prepared them."""
