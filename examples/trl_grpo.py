@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=1, help="updates on each generation (num_iterations)")
     parser.add_argument(
-        "--prompt-once", action="store_true", help="also between micro-batches, where prompts are shared"
+        "--prompt-once", action=argparse.BooleanOptionalAction, help="of micro-batches (default: where it pays)"
     )
     parser.add_argument("--attention", default="sdpa", help="stock attention, of rollouts too")
     options = add_preset(parser)
