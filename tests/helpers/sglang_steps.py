@@ -32,10 +32,11 @@ DTYPE = torch.bfloat16
 
 @dataclass
 class Request:
-    """Of a step that decodes: its keys with that of its query, and its pages."""
+    """Of a step: its keys with those of its queries, its pages, and how many queries it has: one if it decodes."""
 
     keys: int
     pages: list[int]
+    queries: int = 1
 
 
 PROMPT = [3, 9, 5]
@@ -47,6 +48,13 @@ DECODING = [
     Request(33, [20, 21, 22]),
     Request(70, [*PROMPT, 13, 14]),
     Request(40, [20, 21, 23]),
+]
+# A prompt, one whose first pages are in the cache, a chunk, and one that decodes in a mixed step.
+PROMPTS = [
+    Request(37, [*PROMPT], 37),
+    Request(60, [*PROMPT, 11], 12),
+    Request(33, [20, 21, 22], 32),
+    Request(49, [*PROMPT, 12]),
 ]
 ALONE = [Request(33, [20, 21, 22]), Request(1, [30]), Request(47, [24, 25, 26])]
 
@@ -65,6 +73,7 @@ def arguments() -> Any:
         tp_size=1, attn_tp_size=1, attn_cp_size=1, dcp_size=1, disaggregation_mode="null", kv_cache_dtype="auto",
         speculative_algorithm=None, speculative_eagle_topk=None, speculative_num_draft_tokens=None, is_embedding=False,
         chunked_prefill_size=-1, disable_cuda_graph=False, enable_prefill_cp=False, attn_dp_enabled=False,
+        attention_backend="dualkv", max_prefill_tokens=64,
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
     )  # fmt: skip
     return made
@@ -146,7 +155,7 @@ def layer(**changes: Any) -> RadixAttention:
 
 
 def batch(backend: Any, requests: list[Request], padded: int | None = None) -> Any:
-    """A ForwardBatch of requests that decode, in rows of the pool from 1 on, padded as for a CUDA graph."""
+    """A ForwardBatch of requests, in rows of the pool from 1 on, padded as for a CUDA graph."""
     count = padded or len(requests)
     slots = backend._runner.req_to_token_pool.req_to_token
     for row, request in enumerate(requests, 1):
@@ -155,12 +164,17 @@ def batch(backend: Any, requests: list[Request], padded: int | None = None) -> A
         slots[row, places.numel() :] = 7 * PAGE  # what an earlier request has left
     keys = torch.tensor([request.keys for request in requests] + [1] * (count - len(requests)))
     rows = torch.tensor([*range(1, len(requests) + 1)] + [0] * (count - len(requests)))
+    queries = [request.queries for request in requests] + [1] * (count - len(requests))
+    of_rows = torch.arange(count).repeat_interleave(torch.tensor(queries))
+    positions = torch.cat([torch.arange(most - new, most) for most, new in zip(keys.tolist(), queries)])
+    mode = ForwardMode.DECODE if max(queries) == 1 else ForwardMode.MIXED if 1 in queries else ForwardMode.EXTEND
     return SimpleNamespace(
-        forward_mode=ForwardMode.DECODE, spec_info=None, batch_size=count, seq_lens=keys, seq_lens_cpu=keys,
+        forward_mode=mode, spec_info=None, batch_size=count, seq_lens=keys, seq_lens_cpu=keys,
         req_pool_indices=rows, req_to_token_pool=backend._runner.req_to_token_pool, encoder_lens=None,
-        token_to_kv_pool=backend._pool, out_cache_loc=slots[rows, keys - 1].long(), positions=keys - 1,
+        token_to_kv_pool=backend._pool, out_cache_loc=slots[rows[of_rows], positions].long(), positions=positions,
         kv_loc_plan=None, attn_attend_prefix_cache=None, out_cache_loc_is_physical=True,
-        seq_lens_sum=int(keys.sum()),
+        seq_lens_sum=int(keys.sum()), input_ids=positions, extend_seq_lens=torch.tensor(queries),
+        extend_seq_lens_cpu=queries, extend_prefix_lens_cpu=(keys - torch.tensor(queries)).tolist(),
     )  # fmt: skip
 
 
@@ -223,8 +237,8 @@ def output(backend: Any, attention: Any, requests: list[Request], first: int = 0
     """Of a step whose keys and values are in the cache; its rows of q are those from the first on of all."""
     step = batch(backend, requests)
     backend.init_forward_metadata(step)
-    q = torch.randn(MAX_REQUESTS, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1)).to(DTYPE)
-    out: Tensor = backend.forward(q[first : first + len(requests)], None, None, attention, step)
+    q = torch.randn(CONTEXT, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1)).to(DTYPE)
+    out: Tensor = backend.forward(q[first : first + len(step.positions)], None, None, attention, step)
     return out
 
 
@@ -237,18 +251,18 @@ def run(
     draw = torch.Generator().manual_seed(2)
     step = batch(backend, requests, padded)
     metadata(backend, step)
-    q = torch.randn(step.batch_size, HEADS * HEAD_DIM, generator=draw).to(DTYPE)
-    k, v = (torch.randn(step.batch_size, KV_HEADS, HEAD_DIM, generator=draw).to(DTYPE) for _ in range(2))
+    tokens = sum(request.queries for request in requests)
+    q = torch.randn(len(step.positions), HEADS * HEAD_DIM, generator=draw).to(DTYPE)
+    k, v = (torch.randn(len(q), KV_HEADS, HEAD_DIM, generator=draw).to(DTYPE) for _ in range(2))
     out = backend.forward(q, k, v, attention, step, **options)
     assert out.shape == q.shape and not out.isnan().any()
     caches = backend._paged(0)
     for cache, new in zip(backend._pool.get_kv_buffer(0), (k, v)):
-        assert torch.equal(cache[step.out_cache_loc][: len(requests)], new[: len(requests)]), (
-            "the step's keys are written"
-        )
+        assert torch.equal(cache[step.out_cache_loc][:tokens], new[:tokens]), "the step's keys are written"
     window = -1 if attention.sliding_window_size is None else attention.sliding_window_size
     settings = attention.scaling, window, attention.logit_cap, options.get("sinks")
-    for row, request in enumerate(requests):
-        expected = plain(q[row].view(HEADS, -1), *caches, request, *settings).flatten()
+    of_tokens = [request for request in requests for _ in range(request.queries)]
+    for row, (request, position) in enumerate(zip(of_tokens, step.positions.tolist())):
+        expected = plain(q[row].view(HEADS, -1), *caches, Request(position + 1, request.pages), *settings).flatten()
         torch.testing.assert_close(out[row].double(), expected, atol=2e-2, rtol=2e-2)
     return out

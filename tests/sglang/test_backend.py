@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,8 @@ if not sglang_python.install():
 
 import sglang_steps as steps
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_steps import ALONE, DECODING, Calls, Request, layer, run, runner
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang_steps import ALONE, CONTEXT, DECODING, PROMPTS, Calls, Request, layer, run, runner
 
 from flash_attn_dualkv.decode.calls import MOST_REQUESTS
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
@@ -84,6 +85,77 @@ def test_output_that_sglang_gives(calls: Calls) -> None:
     assert out.data_ptr() == step._attn_output.data_ptr()
 
 
+# --- the trainer's bits ---------------------------------------------------------------------------
+
+DETERMINISTIC = {"server_args__enable_deterministic_inference": True}
+
+
+def test_prompts_with_the_trainers_bits(calls: Calls, said: list[str]) -> None:
+    """Prompts, prefixes that are in the cache, chunks and rows that decode beside them run on one plan."""
+    made = plugin.create(runner(**DETERMINISTIC))
+    assert made._plan.exact == "trainer" and made._plan.limits.max_queries == CONTEXT + steps.MAX_REQUESTS
+    for requests in (PROMPTS, PROMPTS[:1], PROMPTS[1:3], DECODING):
+        run(made, layer(), requests)
+    assert not calls.rows and made._statistics.steps == {"mixed": 3, "decode": 1}
+    assert "so do prompts, with the bits of training that packs samples with boundary='replicate'" in said[0]
+
+
+def test_bits_of_chunks(calls: Calls) -> None:
+    """Whatever chunks a prompt is computed in, each row has the bits that it has when it is decoded."""
+    made = plugin.create(runner(**DETERMINISTIC))
+    made.note_prompts([30])
+    steps.fill(made)
+    pages = [3, 9, 5]
+    whole = steps.output(made, layer(), [Request(40, pages, 40)])
+    for chunk in (16, 7, 1):
+        begins = range(0, 40, chunk)
+        ends = [min(begin + chunk, 40) for begin in begins]
+        parts = [steps.output(made, layer(), [Request(end, pages, end - at)], at) for at, end in zip(begins, ends)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_prompts_decide_where_requests_are_cut(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own lengths, which a retracted request keeps; rows that pad a graph, and captures, are cut nowhere."""
+    monkeypatch.setattr(ForwardBatch, "init_new", classmethod(lambda cls, batch, model_runner: batch))
+    nowhere = 2**31 - 1
+    for boundary, shift in (("replicate", 1), ("gather", 0)):
+        monkeypatch.setenv("DUALKV_SGLANG", json.dumps({"exact": "trainer", "boundary": boundary}))
+        made = plugin.create(on := runner())
+        on.attn_backend = made
+        made.init_cuda_graph_state(8, 8)
+        steps.capture(made, steps.batch(made, [], 8))
+        assert made._plan.step.boundaries.tolist() == [nowhere] * 8
+        places = steps.places(made)
+        for lengths in ([40, 12, 33, 20, 60, 35], [5, 1, 2, 3, 4, 6]):
+            requests = [SimpleNamespace(origin_input_ids=[7] * length) for length in lengths]
+            step = SimpleNamespace(reqs=requests)
+            assert ForwardBatch.init_new(step, on) is step
+            run(made, layer(), DECODING, 8, steps.replay)
+            assert made._plan.step.boundaries.tolist() == [*(length - shift for length in lengths), nowhere, nowhere]
+            assert steps.places(made) == places, "graphs read the same memory"
+    on.attn_backend = None  # SGLang's own, of a draft model, say
+    assert ForwardBatch.init_new(step, on) is step
+
+
+def test_chunks_bound_the_plan(calls: Calls) -> None:
+    made = plugin.create(runner(**DETERMINISTIC, server_args__chunked_prefill_size=16))
+    assert made._plan.limits.max_queries == 16 + steps.MAX_REQUESTS
+    with pytest.raises(SharedPromptError, match="tokens of a step.*at most 24 .chunked_prefill_size.*82"):
+        run(made, layer(), PROMPTS)
+    with pytest.raises(SharedPromptError, match="forward_mode.*outside of CUDA graphs.*EXTEND"):
+        made._prepare(ForwardMode.EXTEND, None, True)
+    made._make_plan(4)
+    with pytest.raises(SharedPromptError, match="requests.*1 to 4 with exact='trainer'.*6"):
+        run(made, layer(), DECODING)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_other_backends_beside_it(kind: str, calls: Calls) -> None:
+    """What another backend computes has not the trainer's bits."""
+    with pytest.raises(SharedPromptError, match=f"{kind}_attention_backend.*dualkv.*got fa3"):
+        plugin.create(runner(**DETERMINISTIC, **{f"server_args__{kind}_attention_backend": "fa3"}))
+
+
 # --- CUDA graphs ----------------------------------------------------------------------------------
 
 
@@ -115,7 +187,7 @@ def test_graphs_of_more_requests_than_the_pool(calls: Calls) -> None:
 def test_graph_that_no_plan_has_room_for(calls: Calls) -> None:
     made = plugin.create(runner())
     made.init_cuda_graph_state(16, 16)
-    made._plan = made._make_plan(8)
+    made._make_plan(8)
     with pytest.raises(SharedPromptError, match="requests.*1 to 8 in a CUDA graph.*16"):
         steps.capture(made, steps.batch(made, [], 16))
 
@@ -186,7 +258,7 @@ def test_stock_attention_of_another_head_dim(calls: Calls, said: list[str]) -> N
 
 def test_steps_with_more_requests_than_the_plan(calls: Calls) -> None:
     made = plugin.create(runner())
-    made._plan = made._make_plan(4)
+    made._make_plan(4)
     run(made, layer(), DECODING)
     assert calls.rows == [6] and made._statistics.stock == {"no requests, or more than 4": 1}
 
@@ -194,7 +266,6 @@ def test_steps_with_more_requests_than_the_plan(calls: Calls) -> None:
 REASONS: dict[str, dict[str, Any]] = {
     "a draft model": {"is_draft_worker": True},
     "speculative decoding": {"server_args__speculative_algorithm": "EAGLE"},
-    "deterministic inference": {"server_args__enable_deterministic_inference": True},
     "data parallel attention": {"server_args__enable_dp_attention": True},
     "prefill context parallelism": {"server_args__attn_cp_size": 2},
     "different engines": {"server_args__disaggregation_mode": "decode"},
@@ -256,8 +327,8 @@ def test_refusals(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{", "DUALKV_SGLANG.*a JSON object"),
         ('{"interval": 1}', "DUALKV_SGLANG.*'interval'"),
         ('{"log_interval": -1}', "log_interval"),
-        ('{"exact": "trainer"}', "log_interval alone"),
-        ('{"boundary": "gather"}', "log_interval alone"),
+        ('{"exact": "split"}', "exact"),
+        ('{"boundary": "gather"}', "exact='trainer' beside a boundary"),
     ):
         monkeypatch.setenv("DUALKV_SGLANG", text)
         with pytest.raises(SharedPromptError, match=message):

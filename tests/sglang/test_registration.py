@@ -28,6 +28,8 @@ from flash_attn_dualkv.integrations import sglang as plugin
 from flash_attn_dualkv.integrations.sglang import __main__ as command
 from flash_attn_dualkv.integrations.sglang import versions
 
+BACKENDS = "ATTENTION_BACKEND"
+
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -38,13 +40,15 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
     place, _, kind = owner.rpartition(".")
     found = getattr(importlib.import_module(place), kind) if kind == "ServerArgs" else importlib.import_module(owner)
     stock = getattr(found, name)
-    choices = server_args.ATTENTION_BACKEND_CHOICES
-    before = [*choices]
+    kinds = f"{BACKENDS}_CHOICES", f"DETERMINISTIC_{BACKENDS}_CHOICES", f"RADIX_SUPPORTED_DETERMINISTIC_{BACKENDS}"
+    choices = [getattr(server_args, kind) for kind in kinds]
+    before = [[*known] for known in choices]
     plugin.register()
     plugin.register()
     hooks.apply_hooks()
-    yield SimpleNamespace(owner=found, name=name, choices=[*choices])
-    choices[:] = before
+    yield SimpleNamespace(owner=found, name=name, choices=[[*known] for known in choices])
+    for known, earlier in zip(choices, before):
+        known[:] = earlier
     setattr(found, name, stock)
     hooks.reset()
 
@@ -59,8 +63,8 @@ def test_entry_point() -> None:
 
 
 def test_register(registered: Any, calls: Calls) -> None:
-    """The name is one that the command line takes, once, and makes the backend."""
-    assert registered.choices.count("dualkv") == 1
+    """The name is one that the command line takes, for deterministic inference with the radix cache, too; once."""
+    assert [known.count("dualkv") for known in registered.choices] == [1, 1, 1]
     made = registry.ATTENTION_BACKENDS["dualkv"](runner())
     run(made, layer(), steps.DECODING)
     assert not calls.rows

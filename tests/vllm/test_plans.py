@@ -98,7 +98,7 @@ def test_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, layer.kv_cache = layer.kv_cache, torch.empty(0)  # not made yet
     builder = steps.builder(layer)
     plan = builder._sharing._plan
-    memory, cuts = plan._memory, builder._sharing._cuts
+    memory, cuts = plan._memory, builder._sharing._cuts._rows
     size = f"{len(memory) // 10**6} MB"
     assert len(said) == 1 and f"the plan of 1 layers takes {size} beside vLLM's cache" in said[0]
     layer.kv_cache = cache

@@ -16,13 +16,14 @@ FIRST_PROMPT = "flash_attn_dualkv_first_prompt"
 
 
 class Settings(NamedTuple):
-    """Settings of an engine, in vLLM `additional_config={"flash_attn_dualkv": {...}}`.
+    """Settings of an engine: vLLM's `additional_config={"flash_attn_dualkv": {...}}`, SGLang's DUALKV_SGLANG='{...}'.
 
     exact: "trainer" computes prompts as decoding does, so that attention has the bits of the
         training forward in every step, and in any chunks. None leaves prompts to the engine's kernels
         and decodes with `SharedPrefixPlan(exact="split")`, whose walks are divided: the last
-        requests of a ragged rollout would wait for serial ones. VLLM_BATCH_INVARIANT=1 sets
-        "trainer": chunks of a prompt on vLLM's kernels would have other bits than divided walks.
+        requests of a ragged rollout would wait for serial ones. VLLM_BATCH_INVARIANT=1 and SGLang's
+        deterministic inference set "trainer": chunks of a prompt on the engine's kernels would have
+        other bits than divided walks.
     boundary: as training packs its samples (`pack_shared_prompts`).
     log_interval: seconds between two lines of statistics in the engine's log; 0: none.
     """

@@ -32,7 +32,8 @@ def register() -> None:
     if pages.NAME not in registry.ATTENTION_BACKENDS:
         registry.register_attention_backend(pages.NAME)(create)
         arguments: Any = importlib.import_module("sglang.srt.server_args")
-        arguments.add_attention_backend_choices([pages.NAME])
+        for kind in ("", "deterministic_", "radix_supported_deterministic_"):
+            getattr(arguments, f"add_{kind}attention_backend_choices")([pages.NAME])
         pages.install()
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The backend: SGLang's FlashAttention backend, of which decoding runs on shared prefixes.
 
-Page tables, the cache, prompts and all that decoding here lacks are SGLang's. A step's plan is made
+Page tables, the cache and all that decoding here lacks are SGLang's, and so are prompts, unless
+exact="trainer" has them decoded, too. A step's plan is made
 where SGLang prepares the step's metadata, outside of CUDA graphs. A graph of a layer reads it from the
 same memory in every replay, so that it serves all forests of its size.
 """
@@ -11,12 +12,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch import Tensor
 
 from ...checks import CUDA_DTYPES
@@ -25,13 +29,17 @@ from ...decode.calls import MOST_REQUESTS
 from ...decode.library import DECODE_HEAD_DIMS
 from ...decode.plan import SharedPrefixPlan
 from ...errors import SharedPromptError
+from ..common.patching import replace_once
+from ..engines.cuts import Cuts
 from ..engines.settings import Settings, settings_from
 from ..engines.statistics import Statistics
 from .log import SGLANG
+from .pages import NAME
 from .versions import NEWEST, installed, options_of, release
 
 SETTINGS = "DUALKV_SGLANG"
 _PADDING = 1  # keys of rows that pad a graph's step
+_PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 class SharedPrefixBackend(FlashAttentionBackend):
@@ -41,29 +49,40 @@ class SharedPrefixBackend(FlashAttentionBackend):
         super().__init__(model_runner, *args, **kwargs)
         # The host's lengths bound the search for shared pages, which reads the whole table without.
         self.needs_cpu_seq_lens = True
-        settings = read_settings()
+        self._settings = read_settings(model_runner)
         self._pool, self._runner = model_runner.token_to_kv_pool, model_runner
-        self._statistics = Statistics(settings.log_interval, "layers", SGLANG, model_runner, _PADDING)
-        self._plan = self._make_plan(model_runner.req_to_token_pool.size)
+        self._statistics = Statistics(self._settings.log_interval, "layers", SGLANG, model_runner, _PADDING)
+        self._lengths: Any = None  # of the prompts of the step that comes next
+        if self._settings.decodes_prompts:
+            replace_once(ForwardBatch, "init_new", _noting)
+        self._make_plan(model_runner.req_to_token_pool.size)
         self._is_planned = False  # whether the plan is that of the step whose metadata is there
-        say_sharing(model_runner)
+        say_sharing(model_runner, self._settings)
 
-    def _make_plan(self, requests: int) -> SharedPrefixPlan:
+    def _make_plan(self, requests: int) -> None:
         """The plan of steps of at most so many requests. SGLang makes no graph before."""
         k_cache, _ = self._paged(self._pool.start_layer)
+        options, rows = options_of(self._runner), requests
+        if self._settings.decodes_prompts:
+            chunk = options.chunked_prefill_size or 0
+            rows += chunk if chunk > 0 else max(options.max_prefill_tokens, self.max_context_len)
         pages, page_size, num_kv_heads, head_dim = k_cache.shape
         try:
-            plan = SharedPrefixPlan(
-                requests, -(-self.max_context_len // page_size), num_pages=pages, page_size=page_size,
-                num_heads=self.num_attention_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                device=k_cache.device, exact="split",
+            self._plan = SharedPrefixPlan(
+                requests, -(-self.max_context_len // page_size), num_pages=pages, max_queries=rows,
+                page_size=page_size, num_heads=self.num_attention_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                device=k_cache.device, exact=self._settings.walks,
             )  # fmt: skip
         except torch.OutOfMemoryError as error:
             setting = "max_running_requests, whose rows it has room for, or mem_fraction_static, which leaves room"
             raise torch.OutOfMemoryError(f"{error} In SGLang lower {setting}") from error
+        self._cuts = Cuts(requests, self._settings.boundary, k_cache.device)
         text = "flash_attn_dualkv: the plan takes %d MB beside SGLang's cache; a lower max_running_requests takes less"
-        SGLANG.logger.info(text, plan.nbytes // 10**6)
-        return plan
+        SGLANG.logger.info(text, self._plan.nbytes // 10**6)
+
+    def note_prompts(self, lengths: list[int]) -> None:
+        """Take lengths of the prompts of the requests of the step that comes next."""
+        self._lengths = np.array(lengths, dtype=np.int32)
 
     def _paged(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer's cache, views of (pages, rows, heads, head_dim)."""
@@ -73,53 +92,82 @@ class SharedPrefixBackend(FlashAttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         if max_bs > self._plan.limits.max_requests:
-            self._plan = self._make_plan(max_bs)
+            self._make_plan(max_bs)
 
     def _compute_scheduler_metadata(self, *_: Any, **__: Any) -> None:
         """No schedule of rows that FlashAttention does not decode; where it does, it makes one in each layer."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
-        self._prepare(forward_batch.forward_mode, forward_batch.spec_info)
+        tokens = len(forward_batch.input_ids) if forward_batch.forward_mode in _PROMPTS else None
+        self._prepare(forward_batch.forward_mode, forward_batch.spec_info, tokens=tokens)
 
-    def _prepare(self, mode: Any, spec_info: Any, in_graph: bool = False, is_capture: bool = False) -> None:
-        """Plan the step whose metadata SGLang has prepared, if it is one of decoding.
+    def _prepare(
+        self, mode: Any, spec_info: Any, in_graph: bool = False, is_capture: bool = False, tokens: int | None = None
+    ) -> None:  # fmt: skip
+        """Plan the step whose metadata SGLang has prepared, if it is one of decoding, or of so many tokens of prompts.
 
         Raises:
             SharedPromptError: it has more requests than any for which there is a graph, which would replay another
-                step's plan.
+                step's plan; or more tokens than a step of prompts may have.
         """
         self._is_planned = False
-        if spec_info is not None or not mode.is_decode_or_idle():
+        decodes_prompts = self._settings.decodes_prompts
+        if spec_info is not None or not (mode.is_decode_or_idle() or (decodes_prompts and tokens is not None)):
+            if decodes_prompts:
+                raise SharedPromptError("forward_mode", "decoding, or prompts outside of CUDA graphs", mode.name)
             self._statistics.count_stock("prompts")
             return
         metadata = self.forward_metadata
         requests, most = len(metadata.cache_seqlens_int32), self._plan.limits.max_requests
         if not 0 < requests <= most:
-            if in_graph:
-                raise SharedPromptError("requests", f"1 to {most} in a CUDA graph", requests)
+            if in_graph or (decodes_prompts and requests):
+                where = "with exact='trainer'" if decodes_prompts else "in a CUDA graph"
+                raise SharedPromptError("requests", f"1 to {most} {where}", requests)
             self._statistics.count_stock(f"no requests, or more than {most}")
             return
         table = metadata.page_table[:, : self._plan.max_pages_per_request]
         keys, longest = metadata.cache_seqlens_int32, metadata.max_seq_len_k
-        self._plan.update(table, keys, max_seqlen=longest)
+        options: dict[str, Any] = {}
+        if decodes_prompts:
+            options["boundaries"] = self._cuts.of(requests, None if is_capture else self._lengths)
+        if tokens is not None:
+            limit = self._plan.limits.max_queries
+            if tokens > limit:
+                raise SharedPromptError("tokens of a step", f"at most {limit} (chunked_prefill_size)", tokens)
+            options |= {"cu_seqlens_q": metadata.cu_seqlens_q, "num_queries": tokens}
+        self._plan.update(table, keys, max_seqlen=longest, **options)
         self._is_planned = True
         if not is_capture:
-            page_size = self._plan.limits.page_size
-            self._statistics.count_shared(table, -(-longest // page_size), keys, keys, page_size, is_mixed=False)
+            columns, cuts = -(-longest // self._plan.limits.page_size), options.get("boundaries", keys)
+            self._statistics.count_shared(table, columns, keys, cuts, self._plan.limits.page_size, tokens is not None)
 
     def forward_decode(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
         *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
+        stock = super().forward_decode
+        return self._attend(stock, q, k, v, layer, forward_batch, save_kv_cache, *args, **kwargs)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        stock = super().forward_extend
+        return self._attend(stock, q, k, v, layer, forward_batch, save_kv_cache, *args, **kwargs)
+
+    def _attend(
+        self, stock: Callable[..., Tensor], q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any,
+        forward_batch: Any, save_kv_cache: bool, *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Attention of a layer, or of SGLang's method where the step, or the layer, has no plan."""
         options = {name: value for name, value in kwargs.items() if value is not None and value is not False}
         sinks = options.pop("sinks", None)
         reason = self._why_stock_layer(layer, [*args, *options])
         if reason is not None:
             SGLANG.say_once(f"layers run on SGLang's own attention: {reason}", self._runner)
         if reason is not None or not self._is_planned:
-            stock: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, *args, **kwargs)
-            return stock
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, *args, **kwargs)
         if k is not None and save_kv_cache:
             place = forward_batch.out_cache_loc
             self._pool.set_kv_buffer(layer, place, k, v, layer.k_scale, layer.v_scale)
@@ -181,11 +229,23 @@ def _window_of(layer: Any) -> int:
     return -1 if layer.sliding_window_size is None else int(layer.sliding_window_size)
 
 
-def read_settings() -> Settings:
+def _noting(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Of ForwardBatch.init_new, by which every step of requests begins."""
+
+    def init_new(batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model_runner.attn_backend, SharedPrefixBackend):
+            # A request that SGLang has retracted begins anew with what it has sampled, but keeps its prompt.
+            model_runner.attn_backend.note_prompts([len(request.origin_input_ids) for request in batch.reqs])
+        return stock(batch, model_runner, *args, **kwargs)
+
+    return init_new
+
+
+def read_settings(runner: Any) -> Settings:
     """The settings in the environment: DUALKV_SGLANG='{"log_interval": 60}'.
 
     Raises:
-        SharedPromptError: names an entry that is not as described, or has no effect yet.
+        SharedPromptError: names an entry that is not as described; prompts that another backend computes.
     """
     text = os.environ.get(SETTINGS, "{}")
     try:
@@ -193,9 +253,16 @@ def read_settings() -> Settings:
     except json.JSONDecodeError as error:
         raise SharedPromptError(SETTINGS, "a JSON object", text) from error
     settings = settings_from(SETTINGS, found)
-    if settings != Settings(log_interval=settings.log_interval):
-        expected = "log_interval alone: prompts are SGLang's, so that no row can have the trainer's bits"
-        raise SharedPromptError(SETTINGS, expected, text)
+    options = options_of(runner)
+    if options.enable_deterministic_inference:
+        settings = settings._replace(exact="trainer")
+    if not settings.decodes_prompts and settings.boundary != Settings().boundary:
+        raise SharedPromptError(SETTINGS, "exact='trainer' beside a boundary: other bits depend on none", text)
+    for kind in ("prefill", "decode") if settings.decodes_prompts else ():
+        backend = getattr(options, f"{kind}_attention_backend") or options.attention_backend
+        if backend != NAME:
+            expected = f"{NAME}, as with exact='trainer' prompts and decoding have the same bits"
+            raise SharedPromptError(f"{kind}_attention_backend", expected, backend)
     return settings
 
 
@@ -206,7 +273,6 @@ def why_stock(runner: Any) -> str | None:
     found = [
         ("a draft model", runner.is_draft_worker),
         ("speculative decoding", options.speculative_algorithm is not None),
-        ("deterministic inference", options.enable_deterministic_inference),
         ("data parallel attention", options.enable_dp_attention),
         ("prefill context parallelism", options.attn_cp_size > 1),
         ("decode context parallelism", installed().decides and options.dcp_size > 1),
@@ -225,9 +291,11 @@ def why_stock(runner: Any) -> str | None:
     return next((reason for reason, holds in found if holds), None)
 
 
-def say_sharing(runner: Any) -> None:
+def say_sharing(runner: Any, settings: Settings) -> None:
     """Log once in an engine what can be shared."""
     lines = ["decoding runs over shared prefixes"]
+    if settings.decodes_prompts:
+        lines.append(f"so do prompts, with the bits of training that packs samples with boundary={settings.boundary!r}")
     if options_of(runner).disable_radix_cache:
         lines.append("nothing is shared, as SGLang's radix cache is off (disable_radix_cache)")
     else:

@@ -41,8 +41,9 @@ NEWEST = (0, 5, 23)  # whose code the tests have run on
 
 # Options that decide who serves, of SGLang's arguments.
 OPTIONS = (
-    "attn_cp_size disaggregation_mode disable_radix_cache enable_deterministic_inference enable_dp_attention "
-    "enable_pdmux enable_torch_compile enable_two_batch_overlap speculative_algorithm"
+    "attention_backend attn_cp_size chunked_prefill_size decode_attention_backend disaggregation_mode "
+    "disable_radix_cache enable_deterministic_inference enable_dp_attention enable_pdmux enable_torch_compile "
+    "enable_two_batch_overlap max_prefill_tokens prefill_attention_backend speculative_algorithm"
 )
 RUNNER = "is_draft_worker model_config page_size req_to_token_pool server_args token_to_kv_pool"
 
@@ -64,7 +65,7 @@ def installed() -> Version:
 def names(version: Version) -> dict[str, str]:
     """Fields and attributes that the plug-in reads, of classes of SGLang."""
     return {
-        f"{_ATTENTION}.FlashAttentionMetadata": "cache_seqlens_int32 max_seq_len_k page_table",
+        f"{_ATTENTION}.FlashAttentionMetadata": "cache_seqlens_int32 cu_seqlens_q max_seq_len_k page_table",
         f"{_ATTENTION}.FlashAttentionBackend": (
             f"{version.graph_hooks} _compute_scheduler_metadata forward_metadata max_context_len num_attention_heads"
         ),
@@ -73,7 +74,9 @@ def names(version: Version) -> dict[str, str]:
             "tp_k_head_num tp_q_head_num v_head_dim v_scale"
         ),
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": "get_kv_buffer set_kv_buffer",
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch": "batch_size forward_mode out_cache_loc spec_info",
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch": (
+            "batch_size forward_mode init_new input_ids out_cache_loc spec_info"
+        ),
         "sglang.srt.server_args.ServerArgs": OPTIONS + " dcp_size" * version.decides,
     }
 

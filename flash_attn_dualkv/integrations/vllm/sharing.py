@@ -13,19 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ...data.prefix_tree import SHIFTS
 from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
 from ...errors import SharedPromptError
+from ..engines.cuts import Cuts
 from ..engines.settings import Settings
 from ..engines.statistics import Statistics
 from . import prompts
 from .log import VLLM, logger, say_once
 from .versions import installed
-
-_NOWHERE = np.iinfo(np.int32).max  # where a request is cut that is not
 
 
 class Shared(NamedTuple):
@@ -88,8 +85,7 @@ class Sharing:
         self._is_ready = False  # whether the plan is known to be that of the layers' cache
         self._is_captured = False
         self._wakes = prompts.wakes()
-        self._cuts = torch.empty(0, dtype=torch.int32, device=device)  # where requests are cut, which all steps read
-        self._known: tuple[int, bytes] | None = None  # how many it holds, and for which prompts' lengths
+        self._cuts = Cuts(0, settings.boundary, device)
         self.lacking: str | None = None  # why the kernels cannot serve these layers
 
     def prepare(self, pages: int, page_size: int) -> None:
@@ -108,8 +104,7 @@ class Sharing:
                     num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
                     device=self.device, exact=self._walks,
                 )  # fmt: skip
-                self._cuts = torch.full((geometry.max_requests,), _NOWHERE, dtype=torch.int32, device=self.device)
-            self._known = None
+                self._cuts = Cuts(geometry.max_requests, self.settings.boundary, self.device)
             text = "flash_attn_dualkv: the plan of %s takes %d MB beside vLLM's cache; a lower max_num_seqs takes less"
             logger.info(text, self._whose, self._plan.nbytes // 10**6)
         except NotImplementedError as error:
@@ -142,7 +137,9 @@ class Sharing:
         self._is_captured |= not is_real
         # vLLM's table may be wider than any request can be.
         table = common.block_table_tensor[:requests, : plan.max_pages_per_request]
-        keys, cuts = common.seq_lens[:requests], self._cut(requests)
+        noted = prompts.newest()
+        cuts = self._cuts.of(requests, None if noted is None else noted.lengths)
+        keys = common.seq_lens[:requests]
         plan.update(
             table, keys, cu_seqlens_q=common.query_start_loc[: requests + 1], boundaries=cuts, num_queries=tokens,
             max_seqlen=common.max_seq_len,
@@ -178,7 +175,7 @@ class Sharing:
             self._is_ready = True
         if self._wakes != prompts.wakes():
             self._wakes = prompts.wakes()
-            self._known = None
+            self._cuts.forget()
             if self._plan is not None:
                 self._plan.reset()
         return self._plan
@@ -201,17 +198,3 @@ class Sharing:
     def say(self, whose: str, reason: str) -> None:
         """Logs once in an engine why layers are not served."""
         say_once(f"{whose} run on vLLM's own attention: {reason}", self._engine)
-
-    def _cut(self, requests: int) -> Tensor:
-        """Places where training cuts each request, on the device. It is written when it changes."""
-        noted = prompts.newest()
-        lengths = np.zeros(0, dtype=np.int32) if noted is None else noted.lengths[:requests]
-        known = requests, lengths.tobytes()
-        if known != self._known:  # bytes are compared in a tenth of the time that arrays of 256 take
-            self._known = known
-            cuts = np.full(requests, _NOWHERE, dtype=np.int32)
-            cuts[: len(lengths)] = np.maximum(lengths - SHIFTS[self.settings.boundary], 0)
-            new = torch.from_numpy(cuts)
-            # Pinned memory that is not used again: earlier steps may still copy from theirs.
-            self._cuts[:requests].copy_(new.pin_memory() if self._cuts.is_cuda else new, non_blocking=True)
-        return self._cuts[:requests]
