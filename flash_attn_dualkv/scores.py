@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import kernels
 from .checks import explain
-from .errors import SharedPromptLayoutError
+from .errors import SharedPromptLayoutError, SharedPromptUnsupportedError
 from .ops import DifferentiableOnce, forces_reference
 
 # Logits that exist at once: 512 MiB in float32, with what is computed from them two to three times.
@@ -42,6 +42,7 @@ def score_in_chunks(
     *,
     rows: int,
     temperature: float = 1.0,
+    rounding: torch.dtype | None = None,
     with_entropy: bool = False,
     group: Any = None,
     frozen: Iterable[Tensor] = (),
@@ -52,6 +53,8 @@ def score_in_chunks(
     Args:
         head: hidden states (n, D) to logits (n, vocabulary), for every n; in the backward too.
         hidden: (T, D). targets: (T,) int64.
+        rounding: what logits, logits / temperature and log-probabilities are rounded to, one after the other, as some
+            engines round them; only of a whole vocabulary.
         group: of processes that divide the vocabulary, equally and in the order of their ranks: head gives a rank's
             part of it, and the whole gradient of hidden. None: the vocabulary is whole.
         frozen: parameters that `head` reads without a gradient, which its graph does not show; others may be among
@@ -64,14 +67,17 @@ def score_in_chunks(
 
     Raises:
         SharedPromptLayoutError: a target lies after the vocabulary.
+        SharedPromptUnsupportedError: rounding, and a group.
         RuntimeError: in the backward, when a parameter of `head` is another one than in the forward, was frozen since
             or was changed in place, by an optimizer's step, say.
     """
+    if rounding is not None and group is not None:
+        raise SharedPromptUnsupportedError("rounding", "a whole vocabulary", "one that is divided")
     # Whatever the head is, its parameters are the leaves of what it computes of one row.
     parameters = _leaves_of(head(hidden.new_zeros(1, hidden.shape[1]))) if torch.is_grad_enabled() else []
     versions = _versions_of([*parameters, *frozen]) if parameters or hidden.requires_grad else []
     autocast = current_autocast(hidden.device.type)
-    settings = _Settings(head, rows, temperature, with_entropy, autocast, group, versions, max_target)
+    settings = _Settings(head, rows, temperature, with_entropy, autocast, group, versions, max_target, rounding)
     logps, entropy = _ChunkedScores.apply(settings, targets, hidden, *parameters)
     return logps, entropy
 
@@ -85,6 +91,7 @@ class _Settings(NamedTuple):
     group: Any
     versions: Sequence[tuple[Tensor, int]]  # of the head's parameters in the forward
     max_target: int
+    rounding: torch.dtype | None
 
     def reduced(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Over the parts of the vocabulary, in place."""
@@ -260,6 +267,7 @@ class _Sum:
 def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target, entropy, and the logarithm of the normaliser of each row."""
     _check_targets(settings, targets, logits.shape[-1])
+    settings, logits = _rounded(settings, logits)
     score_part = _score_part_by_kernel if _has_kernels(settings, logits) else _score_part
     own, chosen, entropy = score_part(settings, logits, settings.own_targets(targets, logits.shape[-1]))
     normalizer = own
@@ -268,6 +276,9 @@ def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor
         normalizer = settings.reduced((own - largest).exp_()).log_().add_(largest)
         settings.reduced(chosen)
     logps = chosen - normalizer
+    if settings.rounding is not None:
+        # PyTorch's operator, which engines replace to make it batch-invariant.
+        logps = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].to(logps.dtype)
     if entropy is None:
         return logps, torch.zeros_like(logps), normalizer
     if settings.group is not None:
@@ -331,6 +342,10 @@ def _score_gradient(
 ) -> Tensor:
     """Gradient of logits: z = logits / temperature, p = softmax(z); entropy: -p (log p + H)."""
     targets = settings.own_targets(targets, logits.shape[-1])
+    if settings.rounding is not None:  # as if it were none
+        d_logps = d_logps / settings.temperature
+        d_entropy = None if d_entropy is None else d_entropy / settings.temperature
+        settings, logits = _rounded(settings, logits)
     if _has_kernels(settings, logits):
         of_rows = normalizer, d_logps, entropy, d_entropy
         return kernels.score_rows_gradient(logits, targets, settings.temperature, *of_rows)
@@ -349,6 +364,17 @@ def _score_gradient(
     # Rounded once: the two parts of a target's gradient are of one size where its p is near 1.
     at_target.add_(d_logps.where(is_own, 0.0))
     return gradient.scatter_(-1, places, at_target.to(logits.dtype))
+
+
+def _rounded(settings: _Settings, logits: Tensor) -> tuple[_Settings, Tensor]:
+    """Logits that are rounded, divided in float32 and rounded again, and settings that divide them no more."""
+    if settings.rounding is None:
+        return settings, logits
+    # Of two dimensions: PyTorch multiplies by the reciprocal of a number, and divides in 16 bits by
+    # a tensor of none.
+    temperature = torch.full((1, 1), settings.temperature, dtype=torch.float32, device=logits.device)
+    divided = logits.to(settings.rounding).div(temperature).to(settings.rounding)
+    return settings._replace(temperature=1.0), divided
 
 
 def _dtype_of_scores(logits: Tensor) -> torch.dtype:

@@ -358,7 +358,7 @@ def test_the_head(dtype: torch.dtype, temperature: float, with_entropy: bool) ->
 @needs_gpu
 def test_who_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch scores what they cannot read, and everything where the reference is asked for."""
-    settings = lm_head._Settings(nn.Identity(), 4, 1.0, False, lambda: None, None)
+    settings = lm_head._Settings(nn.Identity(), 4, 1.0, False, lambda: None, None, (), 0, None)
     logits = torch.zeros(4, 8, dtype=torch.bfloat16, device=DEVICE)
     assert lm_head._has_kernels(settings, logits)
     assert not lm_head._has_kernels(settings, logits.cpu())

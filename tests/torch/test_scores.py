@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flash_attn_dualkv import scores as lm_head
-from flash_attn_dualkv.errors import SharedPromptLayoutError
+from flash_attn_dualkv.errors import SharedPromptLayoutError, SharedPromptUnsupportedError
 from flash_attn_dualkv.scores import score_in_chunks
 
 
@@ -47,6 +47,28 @@ def test_scores_and_gradients(rows, with_entropy):
     got = outcome(score_in_chunks(head, hidden, targets, **options))
     expected = outcome(scores_of(head(hidden), targets, temperature=0.7))
     check(got, expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding(dtype, temperature):
+    """Logits, logits / temperature and log-probabilities are rounded; gradients are those of rounded logits."""
+    head, hidden, targets = problem(columns=300, dtype=dtype)
+    options = dict(rows=4, temperature=temperature, rounding=torch.bfloat16, with_entropy=True)
+    logps, entropy = score_in_chunks(head, hidden, targets, **options)
+    logits = head(hidden).bfloat16().detach()
+    rounded = (logits.float() / temperature).bfloat16().requires_grad_()
+    assert logps.dtype == torch.float32
+    assert torch.equal(logps, rounded.log_softmax(-1).gather(-1, targets[:, None])[:, 0].float())
+    wide = rounded.double()
+    expected, expected_entropy = scores_of(wide, targets)
+    torch.testing.assert_close(entropy, expected_entropy.float(), rtol=1e-4, atol=1e-4)
+    (d_logits,) = torch.autograd.grad((expected + 0.3 * expected_entropy).sum(), wide)
+    (got,) = torch.autograd.grad((logps + 0.3 * entropy).sum(), hidden)
+    expected_gradient = (d_logits / temperature) @ head.weight.double()
+    torch.testing.assert_close(got.double(), expected_gradient, rtol=0.02, atol=0.02)
+    with pytest.raises(SharedPromptUnsupportedError, match="rounding.*whole vocabulary"):
+        score_in_chunks(head, hidden, targets, **options, group=object())
 
 
 @pytest.mark.parametrize("chunks", [2, 32, 128])

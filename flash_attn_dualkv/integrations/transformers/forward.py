@@ -52,6 +52,7 @@ def shared_prompt_forward(
     *,
     layout: DividedLayout | None = None,
     temperature: float = 1.0,
+    rounding: torch.dtype | None = None,
     with_entropy: Literal[True],
     self_check: bool = True,
     drop_unread: bool = True,
@@ -64,6 +65,7 @@ def shared_prompt_forward(
     *,
     layout: DividedLayout | None = None,
     temperature: float = 1.0,
+    rounding: torch.dtype | None = None,
     with_entropy: bool = False,
     self_check: bool = True,
     drop_unread: bool = True,
@@ -76,6 +78,7 @@ def shared_prompt_forward(
     *,
     layout: DividedLayout | None = None,
     temperature: float = 1.0,
+    rounding: torch.dtype | None = None,
     with_entropy: bool = False,
     self_check: bool = True,
     drop_unread: bool = True,
@@ -93,6 +96,9 @@ def shared_prompt_forward(
             them is divided by `layout.num_ranks`, and the gradients of parameters summed over the ranks. None: this
             process has the row.
         temperature: divides the logits; finite and > 0.
+        rounding: torch.bfloat16: logits, logits / temperature and log-probabilities are rounded to it, one after the
+            other, and `torch.log_softmax` computes them: as SGLang's sampler with --rl-on-policy-target. Gradients are
+            as if nothing were rounded. None: float32.
         with_entropy: also return the entropy of each distribution (natural log, differentiable).
         self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
             sequences: does the model draw random numbers, and does it compute the same in a packed row as in rows of
@@ -120,9 +126,11 @@ def shared_prompt_forward(
         checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
         temperature = checks.number("temperature", temperature)
         checks.flag("with_entropy", with_entropy)
+        if rounding not in (None, torch.bfloat16):
+            raise SharedPromptError("rounding", "torch.bfloat16 or None", rounding)
         if layout is not None:
             check_divided(layout, batch.layout)
-            common.note(batch.layout, (temperature, with_entropy))
+            common.note(batch.layout, (temperature, rounding, with_entropy))
             common.update(response_lens=batch.response_lens, token_index=batch.token_index)
             if layout.input_ids is batch.layout.input_ids:  # which `of` has compared
                 common["input_ids"] = None
@@ -135,8 +143,8 @@ def shared_prompt_forward(
     drops = checks.flag("drop_unread", drop_unread) and layout is None
     first_use = dict(self_check=self_check, share_lora_dropout=share_lora_dropout)
     logps, entropy = scored_tokens(
-        model, batch, token_index, targets, temperature=temperature, with_entropy=with_entropy, first_use=first_use,
-        layout=layout, drop_unread=drops,
+        model, batch, token_index, targets, temperature=temperature, rounding=rounding, with_entropy=with_entropy,
+        first_use=first_use, layout=layout, drop_unread=drops,
     )  # fmt: skip
     if layout is not None:
         whole = logps.new_zeros(len(distinct.pick(batch.targets)))
@@ -146,8 +154,8 @@ def shared_prompt_forward(
 
 def scored_tokens(
     model: nn.Module, batch: PackedBatch, rows: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool,
-    first_use: dict[str, bool], layout: DividedLayout | None = None, drop_unread: bool = False,
-    ancestors: KeptKeys | None = None,
+    first_use: dict[str, bool], rounding: torch.dtype | None = None, layout: DividedLayout | None = None,
+    drop_unread: bool = False, ancestors: KeptKeys | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(n,) log-probabilities and entropies of targets (n,) by the rows of the batch that score them.
 
@@ -158,7 +166,8 @@ def scored_tokens(
         wanted = targets.to(hidden.device)
         frozen = unwrap.causal_lm_of(model).get_output_embeddings().parameters()
         options: dict[str, Any] = dict(temperature=temperature, with_entropy=with_entropy, frozen=frozen)
-        return score_in_chunks(head, hidden, wanted, rows=rows, max_target=batch.max_token, **options)
+        options |= dict(rounding=rounding, max_target=batch.max_token)
+        return score_in_chunks(head, hidden, wanted, rows=rows, **options)
 
     return _scored(model, batch, rows, score, first_use, layout, drop_unread, ancestors=ancestors)
 
