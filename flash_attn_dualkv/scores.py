@@ -277,8 +277,9 @@ def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor
         settings.reduced(chosen)
     logps = chosen - normalizer
     if settings.rounding is not None:
-        # PyTorch's operator, which engines replace to make it batch-invariant.
-        logps = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].to(logps.dtype)
+        # PyTorch's operator, which engines replace to make it batch-invariant. Autocast would give float32.
+        with torch.autocast(logits.device.type, enabled=False):
+            logps = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].to(logps.dtype)
     if entropy is None:
         return logps, torch.zeros_like(logps), normalizer
     if settings.group is not None:

@@ -56,9 +56,13 @@ def prompts_of(are_apart: bool) -> list[list[int]]:
     return found
 
 
-def sample(llm: Any, prompts: list[list[int]], counts: Counter[str]) -> Sampled:
-    """Tokens of a response to each prompt, and their log-probabilities; counts cached tokens and retractions."""
-    sampling = {"temperature": 1.0, "max_new_tokens": NEW, "ignore_eos": True}
+def sample(llm: Any, prompts: list[list[int]], counts: Counter[str], own: Any = None) -> Sampled:
+    """Tokens of a response to each prompt, and their log-probabilities; counts cached tokens and retractions.
+
+    own: options of each request's sampling.
+    """
+    common = {"temperature": 1.0, "max_new_tokens": NEW, "ignore_eos": True}
+    sampling = [common | options for options in own or [{}] * len(prompts)]
     outputs = llm.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
     for name in ("cached_tokens", "num_retractions"):
         counts[name] += sum(output["meta_info"][name] for output in outputs)

@@ -60,6 +60,9 @@ def test_rounding(dtype, temperature):
     rounded = (logits.float() / temperature).bfloat16().requires_grad_()
     assert logps.dtype == torch.float32
     assert torch.equal(logps, rounded.log_softmax(-1).gather(-1, targets[:, None])[:, 0].float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again, _ = score_in_chunks(lambda hidden: head(hidden).bfloat16(), hidden, targets, **options)
+    assert torch.equal(again, again.bfloat16().float()), "rounded under autocast, too"
     wide = rounded.double()
     expected, expected_entropy = scores_of(wide, targets)
     torch.testing.assert_close(entropy, expected_entropy.float(), rtol=1e-4, atol=1e-4)
