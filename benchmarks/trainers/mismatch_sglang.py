@@ -6,14 +6,17 @@
     python benchmarks/trainers/mismatch_sglang.py --features gather --model qwen3-8b --layers 36
 
 SGLang runs with --rl-on-policy-target fsdp, and the trainer, transformers' Qwen3 in this process, in
-`on_policy_operators`; it sends SGLang its random weights. Prompts and responses are ragged. together: siblings that
-arrive at once. again: their prompts are in the radix cache. apart: prompts that share nothing. Log-probabilities are
-rounded to bf16, as SGLang rounds them, but for the feature float32: there they are those of its logits by themselves.
-stock is SGLang's FlashAttention-3, which has other bits. Ends with 1 if a difference of another engine is not 0.
+`on_policy_operators`, both with the same random weights. Prompts and responses are ragged. together: siblings that
+arrive at once. again: their prompts are in the radix cache, and samples are trained one by one. apart: prompts that
+share nothing. Log-probabilities are rounded to bf16, as SGLang rounds them, but for the feature float32: there they are
+those of its logits. stock is SGLang's FlashAttention-3, which has other bits. Ends with 1 if a difference of another
+engine is not 0.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import sys
 from collections import Counter
@@ -47,47 +50,28 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer(folder: str) -> Any:
-    """transformers' model of a configuration in float32, on the device of the engine."""
-    import transformers
-
-    from flash_attn_dualkv.integrations.transformers import register
-
-    register()
-    config, device = transformers.AutoConfig.from_pretrained(folder), "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv", dtype=torch.float32)
-    model.to_empty(device=device).tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    rig.set_weights(model)
-    return model.eval()
-
-
 @torch.no_grad()
-def trained(
-    model: Any, prompts: list[list[int]], responses: list[list[int]], is_rounded: bool, boundary: Any
-) -> Tensor:
-    """Log-probabilities of the responses, one after the other."""
+def trained(model: Any, prompts: list[list[int]], responses: list[list[int]], pack: int) -> Tensor:
+    """Log-probabilities of the responses, one after the other, from forwards of so many samples."""
     from flash_attn_dualkv import pack_shared_prompts
     from flash_attn_dualkv.integrations.sglang.on_policy import on_policy_operators
     from flash_attn_dualkv.integrations.transformers import shared_prompt_forward, shared_prompt_logits
 
-    found = []
+    boundary, found = json.loads(os.environ.get("DUALKV_SGLANG", "{}")).get("boundary", "replicate"), []
     with on_policy_operators(model):
-        for begin in range(0, len(prompts), PACK):
-            parts = prompts[begin : begin + PACK], responses[begin : begin + PACK]
+        for begin in range(0, len(prompts), pack):
+            parts = prompts[begin : begin + pack], responses[begin : begin + pack]
             batch = pack_shared_prompts(*parts, boundary=boundary, device=model.device)
-            if is_rounded:
-                logps, _ = shared_prompt_forward(model, batch, temperature=TEMPERATURE, rounding=torch.bfloat16)
+
+            def score(logits: Tensor, at: slice, targets: Tensor = batch.targets) -> tuple[Tensor, ...]:
+                return (logits.float().log_softmax(-1).gather(-1, targets[at, None])[:, 0],)
+
+            if os.environ.get(ORIGINAL) == "1":
+                found += shared_prompt_logits(model, batch, batch.token_index, score)
             else:
-                targets = batch.targets
-
-                def score(logits: Tensor, at: slice, targets: Tensor = targets) -> tuple[Tensor, ...]:
-                    return (logits.float().log_softmax(-1).gather(-1, targets[at, None])[:, 0],)
-
-                (logps,) = shared_prompt_logits(model, batch, batch.token_index, score)
-            found.append(logps)
-    return torch.cat(found)
+                options: dict[str, Any] = {"temperature": TEMPERATURE, "rounding": torch.bfloat16}
+                found.append(shared_prompt_forward(model, batch, **options)[0])
+    return torch.cat(found).cpu()
 
 
 def cases_of(seed: int) -> dict[str, list[list[int]]]:
@@ -101,36 +85,27 @@ def cases_of(seed: int) -> dict[str, list[list[int]]]:
 
 def child(engine: Engine) -> None:
     """An engine's process: tells differences."""
-    import json
-    import os
-
-    is_rounded = os.environ.get(ORIGINAL) != "1"
-    boundary = json.loads(os.environ.get("DUALKV_SGLANG", "{}")).get("boundary", "replicate")
     with sglang_rig.running(engine, GROUPS * N, max(LENGTHS) + NEW[1] + 16) as llm:
-        model, counts = trainer(llm.server_args.model_path), Counter[str]()
-        llm.update_weights_from_tensor([(name, weight.detach()) for name, weight in model.named_parameters()])
+        llm.collective_rpc("rig_train")
+        model, counts = sglang_rig.trainer(llm.server_args.model_path), Counter[str]()
         pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for seed in range(engine.repeat):
             for case, prompts in cases_of(seed).items():
                 draw = random.Random(f"{seed} {case}")
                 own = [
-                    {
-                        "temperature": TEMPERATURE,
-                        "max_new_tokens": draw.randint(*NEW),
-                        "sampling_seed": draw.getrandbits(31),
-                    }
-                    for _ in prompts
+                    {"temperature": TEMPERATURE, "max_new_tokens": draw.randint(*NEW), "sampling_seed": at}
+                    for at, _ in enumerate(prompts, 1000 * seed)
                 ]
                 tokens, logps = sample(llm, prompts, counts, own)
                 sampler = torch.tensor([logp for row in logps for logp in row])
-                pairs.setdefault(case, []).append(
-                    (sampler, trained(model, prompts, tokens, is_rounded, boundary).cpu())
-                )
+                found = sampler, trained(model, prompts, tokens, 1 if case == "again" else PACK)
+                pairs.setdefault(case, []).append(found)
         told = sglang_rig.told(llm)["about"] | counts
-        for case, found in pairs.items():
-            sampler, trainer_ = map(torch.cat, zip(*found))
-            rig.refuse_certain(sampler.mean().item())
-            rig.tell({"case": case, **mismatch(sampler, trainer_), "logprob": sampler.mean().item(), **told})
+        for case, of_case in pairs.items():
+            both = [torch.cat(parts) for parts in zip(*of_case)]
+            logprob = both[0].mean().item()
+            rig.refuse_certain(logprob)
+            rig.tell({"case": case, **mismatch(*both), "logprob": logprob, **told})
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -88,6 +88,12 @@ def run_scheduler(*arguments: Any) -> None:
         def rig_weights(self, seed: int) -> None:
             rig.set_weights(self.tp_worker.model_runner.model, seed)
 
+        def rig_train(self) -> None:
+            """Load the weights of `trainer`."""
+            weights = trainer(self.server_args.model_path).named_parameters()
+            self.tp_worker.model_runner.model.load_weights((name, one.detach()) for name, one in weights)
+            torch.cuda.empty_cache()
+
         def rig_force(self) -> None:
             """Sample from here on what `successors` says."""
             stock = ModelRunner.sample
@@ -112,6 +118,22 @@ def run_scheduler(*arguments: Any) -> None:
 
     scheduler.Scheduler = Watched
     scheduler.run_scheduler_process(*arguments)
+
+
+def trainer(folder: str) -> Any:
+    """transformers' model of a configuration in float32, with weights that are the same in every process."""
+    import transformers
+
+    from flash_attn_dualkv.integrations.transformers import register
+
+    register()
+    config, device = transformers.AutoConfig.from_pretrained(folder), "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv", dtype=torch.float32)
+    model.to_empty(device=device).tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    rig.set_weights(model)
+    return model.eval()
 
 
 def successors(forward_batch: Any) -> torch.Tensor:
