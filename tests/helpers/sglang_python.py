@@ -18,17 +18,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 # Also all modules in arg_groups and plugins.
 OWN = {
     "sglang.kernels.ops.attention.metadata",
     "sglang.srt.environ",
+    "sglang.srt.layers.activation",
     "sglang.srt.layers.attention.attention_registry",
     "sglang.srt.layers.attention.base_attn_backend",
     "sglang.srt.layers.attention.flashattention_backend",
     "sglang.srt.layers.attention.triton_ops.metadata",
     "sglang.srt.layers.quantization.fp4_kv_cache_quant_method",
+    "sglang.srt.layers.layernorm",
     "sglang.srt.layers.logprob_processor",
     "sglang.srt.layers.radix_attention",
+    "sglang.srt.layers.rotary_embedding.utils",
     "sglang.srt.layers.sampler",
     "sglang.srt.mem_cache.layout.paged_view",
     "sglang.srt.mem_cache.memory_pool",
@@ -36,6 +41,7 @@ OWN = {
     "sglang.srt.server_args",
 }
 OWN_FOLDERS = ("sglang.srt.arg_groups", "sglang.srt.plugins")
+LAYERS = ("BaseFusedOp", "MultiPlatformOp")  # of which layers derive, to choose a method by the device
 OTHERS = {"orjson", "sgl_kernel", "triton", "zmq"}
 
 
@@ -87,7 +93,7 @@ class StandInModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         full = f"{self.__name__}.{name}"
-        made = importlib.import_module(full) if is_own(full) else stand_in(name)
+        made = importlib.import_module(full) if is_own(full) else nn.Module if name in LAYERS else stand_in(name)
         setattr(self, name, made)
         return made
 
