@@ -30,7 +30,6 @@ from check_vllm import BASE, LENGTHS, MODEL_LENGTH, NAMES, NEW, RESPONSES, Sampl
 from vllm_rig import Engine
 
 # Options of SGLang's Engine, and its environment, in which it retracts requests now and then.
-ROOM = {"mem_fraction_static": 0.25, "max_total_tokens": 1 << 17}
 FEATURES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "sleep": {"options": {"enable_memory_saver": True}, "sleeps": [1]},
@@ -97,14 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
         child(own)
         return 0
     cases = [(feature, name) for feature in options.features for name in NAMES]
-    engines, known = [], {}
-    for feature, name in cases:
-        settings = BASE | FEATURES[feature] | {"options": ROOM | FEATURES[feature].get("options", {})}
-        engine = sglang_rig.ENGINES[options.stock if name == "stock" else name]
-        environment = engine["environment"] | settings.pop("environment", {})
-        known[f"{name}, {feature}"] = engine | {"environment": environment}
-        engines.append((f"{name}, {feature}", settings))
-    rows = rig.run_engines(__file__, engines, options.limit_s, engines_per_gpu=options.engines_per_gpu, known=known)
+    engines = [(feature, options.stock if name == "stock" else name) for feature, name in cases]
+    base = BASE | {"options": sglang_rig.ROOM}
+    rows = sglang_rig.run_cases(
+        __file__, engines, FEATURES, base, options.limit_s, engines_per_gpu=options.engines_per_gpu
+    )
     told, is_good = dict(zip(cases, rows)), True
     for feature in options.features:
         print(f"{feature}:", flush=True)

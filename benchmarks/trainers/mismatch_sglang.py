@@ -15,6 +15,7 @@ engine is not 0.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -38,9 +39,10 @@ from command import RESULTS, Result, gpu_folder, parser_of
 from vllm_rig import Engine
 
 FOLDER = RESULTS / "trainers" / "sglang_mismatch"
-GROUPS, N, NEW = 15, 16, (256, 512)  # prompts, responses of each, tokens of a response
+GROUPS, NEW = 15, (256, 512)  # prompts, tokens of a response
 PACK = 16  # samples in a forward
 TEMPERATURE = 0.7
+CASES = ("together", "again", "apart")
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 FEATURES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -74,38 +76,36 @@ def trained(model: Any, prompts: list[list[int]], responses: list[list[int]], pa
     return torch.cat(found).cpu()
 
 
-def cases_of(seed: int) -> dict[str, list[list[int]]]:
-    """Prompts of the requests of each case, siblings one after the other."""
+def prompts_of(seed: int, samples: int, case: str) -> list[list[int]]:
+    """Prompts of the requests of a case, siblings one after the other."""
     lengths = [LENGTHS[group % len(LENGTHS)] for group in range(GROUPS)]
     prompts = [rig.draw_prompts(1, length, seed=seed * GROUPS + at)[0] for at, length in enumerate(lengths)]
-    together = [prompt for prompt in prompts for _ in range(N)]
-    apart = [[1000 + at, *prompt[1:]] for at, prompt in enumerate(together)]
-    return {"together": together, "again": together, "apart": apart}
+    together = [prompt for prompt in prompts for _ in range(samples)]
+    return [[1000 + at, *prompt[1:]] for at, prompt in enumerate(together)] if case == "apart" else together
 
 
 def child(engine: Engine) -> None:
-    """An engine's process: tells differences."""
-    with sglang_rig.running(engine, GROUPS * N, max(LENGTHS) + NEW[1] + 16) as llm:
+    """An engine's process: tells differences of each case, as often as it repeats them with other prompts."""
+    ((groups, samples),) = engine.rollouts
+    with sglang_rig.running(engine, groups * samples, max(LENGTHS) + NEW[1] + 16) as llm:
         llm.collective_rpc("rig_train")
         model, counts = sglang_rig.trainer(llm.server_args.model_path), Counter[str]()
-        pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for seed in range(engine.repeat):
-            for case, prompts in cases_of(seed).items():
-                draw = random.Random(f"{seed} {case}")
-                own = [
-                    {"temperature": TEMPERATURE, "max_new_tokens": draw.randint(*NEW), "sampling_seed": at}
-                    for at, _ in enumerate(prompts, 1000 * seed)
-                ]
-                tokens, logps = sample(llm, prompts, counts, own)
-                sampler = torch.tensor([logp for row in logps for logp in row])
-                found = sampler, trained(model, prompts, tokens, 1 if case == "again" else PACK)
-                pairs.setdefault(case, []).append(found)
-        told = sglang_rig.told(llm)["about"] | counts
-        for case, of_case in pairs.items():
-            both = [torch.cat(parts) for parts in zip(*of_case)]
-            logprob = both[0].mean().item()
-            rig.refuse_certain(logprob)
-            rig.tell({"case": case, **mismatch(*both), "logprob": logprob, **told})
+        for seed, case in itertools.product(range(engine.repeat), CASES):
+            draw, prompts = random.Random(f"{seed} {case}"), prompts_of(seed, samples, case)
+            own = [
+                {
+                    "temperature": TEMPERATURE,
+                    "max_new_tokens": draw.randint(*NEW),
+                    "sampling_seed": draw.getrandbits(31),
+                }
+                for _ in prompts
+            ]
+            tokens, logps = sample(llm, prompts, counts, own)
+            sampler = torch.tensor([logp for row in logps for logp in row])
+            row = mismatch(sampler, trained(model, prompts, tokens, 1 if case == "again" else PACK))
+            row |= {"case": case, "seed": seed, "logprob": sampler.mean().item(), **counts}
+            rig.refuse_certain(row["logprob"])
+            rig.tell(row | sglang_rig.told(llm)["about"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,24 +114,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", default=["dualkv"], choices=["dualkv", "stock"])
     parser.add_argument("--model", default="qwen3-0.6b", choices=rig.MODELS)
     parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--engines-per-gpu", type=int, default=1, help="at a time, in a quarter of its memory each")
     options, own = rig.parsed(parser, arguments, limit=400.0)
     if own is not None:
         child(own)
         return 0
     cases = [(feature, name) for feature in options.features for name in options.engines]
-    result, is_zero = None, True
-    for feature, name in cases:
-        engine = sglang_rig.ENGINES[name]
-        known = {name: engine | {"environment": engine["environment"] | FEATURES[feature].get("environment", {})}}
-        more = {"rl_on_policy_target": "fsdp", "mem_fraction_static": 0.5} | FEATURES[feature].get("options", {})
-        settings = {"model": options.model, "layers": options.layers, "repeat": options.repeat, "options": more}
-        (rows,) = rig.run_engines(__file__, [(name, settings)], options.limit_s, known=known)
-        if rows:
-            gpu = rows[0]["device"]
-            result = result or Result(options, FOLDER, gpu_folder(gpu), gpu)
-            result.add(*({"who": name, "feature": feature, "model": options.model} | row for row in rows))
-        is_zero &= bool(rows) and (name == "stock" or all(row["max"] == 0.0 for row in rows))
+    room = {"mem_fraction_static": 0.5} if options.engines_per_gpu == 1 else sglang_rig.ROOM
+    base = {"rollouts": [[GROUPS, options.samples]], "options": room | {"rl_on_policy_target": "fsdp"}}
+    base |= {name: getattr(options, name) for name in ("model", "layers", "repeat")}
+    found = sglang_rig.run_cases(
+        __file__, cases, FEATURES, base, options.limit_s, engines_per_gpu=options.engines_per_gpu
+    )
+    rows = [
+        {"who": name, "feature": feature, "model": options.model} | row
+        for (feature, name), told in zip(cases, found)
+        for row in told
+    ]
+    if rows:
+        gpu = rows[0]["device"]
+        Result(options, FOLDER, f"{gpu_folder(gpu)}-{options.model}", gpu).add(*rows)
+    is_zero = all(row["max"] == 0.0 for row in rows if row["who"] != "stock") and all(found)
     return int(not is_zero)
 
 

@@ -30,6 +30,24 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 UNSCHEDULED = "BENCH_SGLANG_UNSCHEDULED"
 ENGINES["unscheduled"] = ENGINES["stock"] | {"environment": {UNSCHEDULED: "1"}}
+SPLIT = "BENCH_SGLANG_SPLIT"  # this package with exact=None where SGLang is deterministic, too
+ENGINES["split"] = ENGINES["dualkv"] | {"environment": {SPLIT: "1"}}
+# Room for several engines on a GPU.
+ROOM = {"mem_fraction_static": 0.25, "max_total_tokens": 1 << 17}
+
+
+def run_cases(
+    script: str, cases: list[tuple[str, str]], features: dict[str, dict[str, Any]], base: dict[str, Any], limit: float,
+    **more: Any,
+) -> list[list[Any]]:  # fmt: skip
+    """Results of engines of features: settings, options of SGLang's Engine, and an environment."""
+    engines, known = [], {}
+    for feature, name in cases:
+        settings = base | features[feature] | {"options": base["options"] | features[feature].get("options", {})}
+        environment = ENGINES[name]["environment"] | settings.pop("environment", {})
+        known[f"{name}, {feature}"] = ENGINES[name] | {"environment": environment}
+        engines.append((f"{name}, {feature}", settings))
+    return rig.run_engines(script, engines, limit, known=known, **more)
 
 
 @contextlib.contextmanager
@@ -71,6 +89,11 @@ def run_scheduler(*arguments: Any) -> None:
     register()
     if os.environ.get(UNSCHEDULED):
         FlashAttentionBackend._compute_scheduler_metadata = lambda *_: None
+    if os.environ.get(SPLIT):
+        from flash_attn_dualkv.integrations.engines.settings import Settings
+        from flash_attn_dualkv.integrations.sglang import backend
+
+        backend.read_settings = lambda _: Settings()
 
     class Watched(scheduler.Scheduler):
         """One that notes when its steps end."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import bench_sglang
 import check_sglang
+import mismatch_sglang
 import pytest
 import sglang_rig
 import torch
@@ -80,7 +81,7 @@ def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
     assert check_sglang.main(["--features", "sleep"]) == 1 and engines.count == 3
     settings = json.loads(engines.commands[0][-1])
-    assert settings["options"] == check_sglang.ROOM | {"enable_memory_saver": True} and settings["sleeps"] == [1]
+    assert settings["options"] == sglang_rig.ROOM | {"enable_memory_saver": True} and settings["sleeps"] == [1]
     engines.slow = "no engine"
     assert check_sglang.main([]) == 0
     assert capsys.readouterr().out.count("together: 2 of 2 tokens") == 3 * len(check_sglang.FEATURES)
@@ -90,6 +91,25 @@ def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         engines.environments[-3][sglang_rig.UNSCHEDULED] == "1"
         and sglang_rig.UNSCHEDULED not in engines.environments[0]
     )
+
+
+def test_differences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A difference fails, but for SGLang's FlashAttention, and so does an engine that tells nothing."""
+    row = {"device": "NVIDIA H200", "max": 0.0, "case": "together"}
+    engines = Engines(row, "no engine")
+    monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
+    arguments = ["--out", str(tmp_path), "--commit", "0123456", "--engines"]
+    assert mismatch_sglang.main([*arguments, "dualkv", "--features", *mismatch_sglang.FEATURES]) == 0
+    assert engines.environments[1][mismatch_sglang.ORIGINAL] == "1" and "gather" in str(engines.environments[2])
+    settings = json.loads(engines.commands[3][-1])
+    assert settings["options"]["enable_mixed_chunk"] and settings["options"]["rl_on_policy_target"] == "fsdp"
+    row["max"] = 1e-6
+    assert mismatch_sglang.main([*arguments, "stock"]) == 0
+    assert mismatch_sglang.main([*arguments, "stock", "dualkv"]) == 1
+    engines.slow = "child"
+    assert mismatch_sglang.main([*arguments, "dualkv"]) == 1
+    first, second = (mismatch_sglang.prompts_of(0, 2, case)[:2] for case in ("again", "apart"))
+    assert first[0] == first[1] and second[0] != second[1] and second[0][1:] == first[0][1:]
 
 
 def test_prompts() -> None:
