@@ -59,7 +59,8 @@ def trained(model: Any, prompts: list[list[int]], responses: list[list[int]], pa
     from flash_attn_dualkv.integrations.sglang.on_policy import on_policy_operators
     from flash_attn_dualkv.integrations.transformers import shared_prompt_forward, shared_prompt_logits
 
-    boundary, found = json.loads(os.environ.get("DUALKV_SGLANG", "{}")).get("boundary", "replicate"), []
+    boundary = json.loads(os.environ.get("DUALKV_SGLANG", "{}")).get("boundary", "replicate")
+    found: list[Tensor] = []
     with on_policy_operators(model):
         for begin in range(0, len(prompts), pack):
             parts = prompts[begin : begin + pack], responses[begin : begin + pack]

@@ -93,7 +93,7 @@ def run_scheduler(*arguments: Any) -> None:
         from flash_attn_dualkv.integrations.engines.settings import Settings
         from flash_attn_dualkv.integrations.sglang import backend
 
-        backend.read_settings = lambda _: Settings()
+        backend.read_settings = lambda runner: Settings()
 
     class Watched(scheduler.Scheduler):
         """One that notes when its steps end."""

@@ -52,7 +52,7 @@ class SharedPrefixBackend(FlashAttentionBackend):
         self._settings = read_settings(model_runner)
         self._pool, self._runner = model_runner.token_to_kv_pool, model_runner
         self._statistics = Statistics(self._settings.log_interval, "layers", SGLANG, model_runner, _PADDING)
-        self._lengths: Any = None  # of the prompts of the step that comes next
+        self.prompt_lengths: Any = None  # of the requests of the step that comes next, an int32 NumPy array
         if self._settings.decodes_prompts:
             replace_once(ForwardBatch, "init_new", _noting)
         self._make_plan(model_runner.req_to_token_pool.size)
@@ -79,10 +79,6 @@ class SharedPrefixBackend(FlashAttentionBackend):
         self._cuts = Cuts(requests, self._settings.boundary, k_cache.device)
         text = "flash_attn_dualkv: the plan takes %d MB beside SGLang's cache; a lower max_running_requests takes less"
         SGLANG.logger.info(text, self._plan.nbytes // 10**6)
-
-    def note_prompts(self, lengths: list[int]) -> None:
-        """Take lengths of the prompts of the requests of the step that comes next."""
-        self._lengths = np.array(lengths, dtype=np.int32)
 
     def _paged(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer's cache, views of (pages, rows, heads, head_dim)."""
@@ -122,19 +118,15 @@ class SharedPrefixBackend(FlashAttentionBackend):
         requests, most = len(metadata.cache_seqlens_int32), self._plan.limits.max_requests
         if not 0 < requests <= most:
             if in_graph or (decodes_prompts and requests):
-                where = "with exact='trainer'" if decodes_prompts else "in a CUDA graph"
-                raise SharedPromptError("requests", f"1 to {most} {where}", requests)
+                raise SharedPromptError("requests", f"1 to {most} in a CUDA graph, or with exact='trainer'", requests)
             self._statistics.count_stock(f"no requests, or more than {most}")
             return
         table = metadata.page_table[:, : self._plan.max_pages_per_request]
         keys, longest = metadata.cache_seqlens_int32, metadata.max_seq_len_k
         options: dict[str, Any] = {}
         if decodes_prompts:
-            options["boundaries"] = self._cuts.of(requests, None if is_capture else self._lengths)
+            options["boundaries"] = self._cuts.of(requests, None if is_capture else self.prompt_lengths)
         if tokens is not None:
-            limit = self._plan.limits.max_queries
-            if tokens > limit:
-                raise SharedPromptError("tokens of a step", f"at most {limit} (chunked_prefill_size)", tokens)
             options |= {"cu_seqlens_q": metadata.cu_seqlens_q, "num_queries": tokens}
         self._plan.update(table, keys, max_seqlen=longest, **options)
         self._is_planned = True
@@ -146,15 +138,13 @@ class SharedPrefixBackend(FlashAttentionBackend):
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
         *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        stock = super().forward_decode
-        return self._attend(stock, q, k, v, layer, forward_batch, save_kv_cache, *args, **kwargs)
+        return self._attend(super().forward_decode, q, k, v, layer, forward_batch, save_kv_cache, *args, **kwargs)
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
         *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        stock = super().forward_extend
-        return self._attend(stock, q, k, v, layer, forward_batch, save_kv_cache, *args, **kwargs)
+        return self._attend(super().forward_extend, q, k, v, layer, forward_batch, save_kv_cache, *args, **kwargs)
 
     def _attend(
         self, stock: Callable[..., Tensor], q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any,
@@ -235,7 +225,8 @@ def _noting(stock: Callable[..., Any]) -> Callable[..., Any]:
     def init_new(batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model_runner.attn_backend, SharedPrefixBackend):
             # A request that SGLang has retracted begins anew with what it has sampled, but keeps its prompt.
-            model_runner.attn_backend.note_prompts([len(request.origin_input_ids) for request in batch.reqs])
+            lengths = [len(request.origin_input_ids) for request in batch.reqs]
+            model_runner.attn_backend.prompt_lengths = np.array(lengths, dtype=np.int32)
         return stock(batch, model_runner, *args, **kwargs)
 
     return init_new
@@ -258,11 +249,10 @@ def read_settings(runner: Any) -> Settings:
         settings = settings._replace(exact="trainer")
     if not settings.decodes_prompts and settings.boundary != Settings().boundary:
         raise SharedPromptError(SETTINGS, "exact='trainer' beside a boundary: other bits depend on none", text)
-    for kind in ("prefill", "decode") if settings.decodes_prompts else ():
-        backend = getattr(options, f"{kind}_attention_backend") or options.attention_backend
-        if backend != NAME:
-            expected = f"{NAME}, as with exact='trainer' prompts and decoding have the same bits"
-            raise SharedPromptError(f"{kind}_attention_backend", expected, backend)
+    asked = options.prefill_attention_backend, options.decode_attention_backend
+    others = {backend or options.attention_backend for backend in asked} - {NAME}
+    if settings.decodes_prompts and others:
+        raise SharedPromptError("attention_backend", f"{NAME} for prompts and decoding, as exact='trainer'", *others)
     return settings
 
 

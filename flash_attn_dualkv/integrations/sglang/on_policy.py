@@ -23,11 +23,10 @@ from ..common.patching import in_place_of
 from ..engines.names import check_names
 from ..transformers.admission.unwrap import causal_lm_of
 
+_OPERATORS, _ROTARY = "sglang.srt.batch_invariant_ops", "sglang.srt.layers.rotary_embedding.utils"
 _NAMES = {
-    "sglang.srt.batch_invariant_ops": (
-        "disable_batch_invariant_mode enable_batch_invariant_mode is_batch_invariant_mode_enabled"
-    ),
-    "sglang.srt.layers.rotary_embedding.utils": "apply_rotary_emb",
+    _OPERATORS: "disable_batch_invariant_mode enable_batch_invariant_mode is_batch_invariant_mode_enabled",
+    _ROTARY: "apply_rotary_emb",
 }
 _MODEL = "transformers.models.qwen3.modeling_qwen3"
 
