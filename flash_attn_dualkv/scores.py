@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import kernels
 from .checks import explain
-from .errors import SharedPromptLayoutError, SharedPromptUnsupportedError
+from .errors import SharedPromptLayoutError
 from .ops import DifferentiableOnce, forces_reference
 
 # Logits that exist at once: 512 MiB in float32, with what is computed from them two to three times.
@@ -67,12 +67,12 @@ def score_in_chunks(
 
     Raises:
         SharedPromptLayoutError: a target lies after the vocabulary.
-        SharedPromptUnsupportedError: rounding, and a group.
+        ValueError: rounding, and a group.
         RuntimeError: in the backward, when a parameter of `head` is another one than in the forward, was frozen since
             or was changed in place, by an optimizer's step, say.
     """
     if rounding is not None and group is not None:
-        raise SharedPromptUnsupportedError("rounding", "a whole vocabulary", "one that is divided")
+        raise ValueError(explain("rounding", "None where the vocabulary is divided", rounding))
     # Whatever the head is, its parameters are the leaves of what it computes of one row.
     parameters = _leaves_of(head(hidden.new_zeros(1, hidden.shape[1]))) if torch.is_grad_enabled() else []
     versions = _versions_of([*parameters, *frozen]) if parameters or hidden.requires_grad else []
