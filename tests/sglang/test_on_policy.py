@@ -18,8 +18,7 @@ if not sglang_python.install():
 
 # Modules compile functions where they are imported, which takes a real Triton.
 with mock.patch.object(torch, "compile", return_value=lambda function: function):
-    from sglang.srt.layers import activation, layernorm
-    from sglang.srt.layers import sampler as stock
+    from sglang.srt.layers import activation, layernorm, sampler
     from sglang.srt.layers.rotary_embedding import utils as rotary
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -31,41 +30,46 @@ from flash_attn_dualkv.integrations.sglang import on_policy
 from flash_attn_dualkv.integrations.transformers import register, shared_prompt_forward
 from flash_attn_dualkv.scores import score_in_chunks
 
-# --- log-probabilities ----------------------------------------------------------------------------
-
 
 class Told(SimpleNamespace):
-    """What SGLang's sampler is told, None of the most."""
+    """What SGLang's modules are told, None of the most."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
 
 
-def sampled(logits: Tensor, tokens: Tensor, temperature: float, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That --rl-on-policy-target is fsdp."""
+    options = Told(rl_on_policy_target="fsdp", enable_deterministic_inference=True)
+    options.deterministic = options.kernel = options.features = options
+    for module, name in itertools.product((activation, layernorm, sampler), ("get_global_server_args", "get_exec")):
+        monkeypatch.setattr(module, name, lambda: options, raising=False)
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+def sampled(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Log-probabilities of SGLang's sampler, which draws these tokens."""
-    told = Told(rl_on_policy_target="fsdp", enable_deterministic_inference=True)
-    told.deterministic = told.kernel = told.features = told
-    for name in ("get_global_server_args", "get_exec", "get_server_args"):
-        monkeypatch.setattr(stock, name, lambda: told, raising=False)
-    monkeypatch.setattr(stock.Sampler, "_sample_from_logprobs", lambda *_: tokens)
     info = Told(temperatures=torch.full((len(logits), 1), temperature), device="cpu")
     output = SimpleNamespace(next_token_logits=logits.clone())
-    counts, positions = [0] * len(logits), torch.zeros(len(logits), dtype=torch.long)
-    stock.Sampler()(output, info, True, counts, [None] * len(logits), positions)
+    with mock.patch.object(sampler.Sampler, "_sample_from_logprobs", return_value=tokens):
+        sampler.Sampler()(output, info, True, [0] * len(logits), [None] * len(logits), torch.zeros(len(logits)))
     found: Tensor = output.next_token_logprobs
     return found
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.6, 1.3, 0.1, 3.0])
-def test_log_probabilities(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities(temperature: float) -> None:
     """Equal to the bit, of logits as SGLang's head gives them: products in bf16, copied to float32."""
     torch.manual_seed(0)
     rows, vocabulary = 300, 1003
     head, hidden = nn.Linear(64, vocabulary, bias=False).bfloat16(), torch.randn(rows, 64).mul(4).bfloat16()
     tokens = torch.randint(vocabulary, (rows,))
     with torch.no_grad():
-        expected = sampled(head(hidden).float(), tokens, temperature, monkeypatch)
+        expected = sampled(head(hidden).float(), tokens, temperature)
         options = dict(rows=64, temperature=temperature, rounding=torch.bfloat16)
         logps, _ = score_in_chunks(head, hidden, tokens, **options)
         assert torch.equal(logps, expected.float()) and expected.dtype == torch.bfloat16
@@ -74,15 +78,6 @@ def test_log_probabilities(temperature: float, monkeypatch: pytest.MonkeyPatch) 
 
 
 # --- operators ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's layers are those of --rl-on-policy-target fsdp."""
-    options = Told(rl_on_policy_target="fsdp", enable_deterministic_inference=True)
-    options.deterministic = options
-    for module, name in itertools.product((activation, layernorm), ("get_global_server_args", "get_exec")):
-        monkeypatch.setattr(module, name, lambda: options, raising=False)
 
 
 def tiny_qwen3() -> Any:
@@ -99,7 +94,6 @@ def tiny_qwen3() -> Any:
     return model.eval()
 
 
-@pytest.mark.usefixtures("told")
 def test_operators_are_those_of_qwen3() -> None:
     """Norms behind residuals in float32, norms of heads, RoPE and the activation have the bits of transformers'."""
     model = tiny_qwen3()
@@ -134,7 +128,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = SimpleNamespace(
         calls=calls, is_on=False, is_batch_invariant_mode_enabled=lambda: made.is_on,
         enable_batch_invariant_mode=lambda enable_bmm: calls.append(enable_bmm),
-        disable_batch_invariant_mode=lambda: calls.append("off"), __init__=None,
+        disable_batch_invariant_mode=lambda: calls.append("off"),
     )  # fmt: skip
     monkeypatch.setattr(on_policy, "_of_sglang", lambda: (made, rotary.apply_rotary_emb))
     return made
@@ -172,13 +166,13 @@ def test_models_and_processes_that_have_other_bits(operators: Any, monkeypatch: 
     refused(other, "frequencies of RoPE from the CPU")
     other.config.model_type = "qwen3_moe"
     refused(other, "Qwen3.*qwen3_moe", SharedPromptUnsupportedError)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "bmm", lambda *_: None)
-        refused(tiny_qwen3(), "enable_bmm.*False")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-        refused(tiny_qwen3(), "float32_matmul_precision.*highest")
+    for name, made, message in (
+        ("bmm", lambda *_: None, "enable_bmm.*False"),
+        ("get_float32_matmul_precision", lambda: "high", "float32_matmul_precision.*highest"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, name, made)
+            refused(tiny_qwen3(), message)
     monkeypatch.undo()
-    on_policy._of_sglang.cache_clear()
     monkeypatch.setattr(on_policy, "_NAMES", {"sglang_that_is_missing": "", **on_policy._NAMES})
     refused(tiny_qwen3(), "sglang.*in the trainer's environment", SharedPromptUnsupportedError)

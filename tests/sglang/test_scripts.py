@@ -95,21 +95,17 @@ def test_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def test_differences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A difference fails, but for SGLang's FlashAttention, and so does an engine that tells nothing."""
-    row = {"device": "NVIDIA H200", "max": 0.0, "case": "together"}
+    row = {"device": "NVIDIA H200", "max": 0.0}
     engines = Engines(row, "no engine")
     monkeypatch.setattr(vllm_rig.subprocess, "run", engines.run)
     arguments = ["--out", str(tmp_path), "--commit", "0123456", "--engines"]
     assert mismatch_sglang.main([*arguments, "dualkv", "--features", *mismatch_sglang.FEATURES]) == 0
     assert engines.environments[1][mismatch_sglang.ORIGINAL] == "1" and "gather" in str(engines.environments[2])
-    settings = json.loads(engines.commands[3][-1])
-    assert settings["options"]["enable_mixed_chunk"] and settings["options"]["rl_on_policy_target"] == "fsdp"
+    assert json.loads(engines.commands[3][-1])["options"].items() >= {"enable_mixed_chunk": True}.items()
     row["max"] = 1e-6
-    assert mismatch_sglang.main([*arguments, "stock"]) == 0
-    assert mismatch_sglang.main([*arguments, "stock", "dualkv"]) == 1
+    assert [mismatch_sglang.main([*arguments, *names]) for names in (["stock"], ["stock", "dualkv"])] == [0, 1]
     engines.slow = "child"
     assert mismatch_sglang.main([*arguments, "dualkv"]) == 1
-    first, second = (mismatch_sglang.prompts_of(0, 2, case)[:2] for case in ("again", "apart"))
-    assert first[0] == first[1] and second[0] != second[1] and second[0][1:] == first[0][1:]
 
 
 def test_prompts() -> None:

@@ -55,21 +55,16 @@ def test_rounding(dtype, temperature):
     """Logits, logits / temperature and log-probabilities are rounded; gradients are those of rounded logits."""
     head, hidden, targets = problem(columns=300, dtype=dtype)
     options = dict(rows=4, temperature=temperature, rounding=torch.bfloat16, with_entropy=True)
-    logps, entropy = score_in_chunks(head, hidden, targets, **options)
-    logits = head(hidden).bfloat16().detach()
-    rounded = (logits.float() / temperature).bfloat16().requires_grad_()
-    assert logps.dtype == torch.float32
-    assert torch.equal(logps, rounded.log_softmax(-1).gather(-1, targets[:, None])[:, 0].float())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        again, _ = score_in_chunks(lambda hidden: head(hidden).bfloat16(), hidden, targets, **options)
-    assert torch.equal(again, again.bfloat16().float()), "rounded under autocast, too"
-    wide = rounded.double()
-    expected, expected_entropy = scores_of(wide, targets)
+    with torch.autocast("cpu", enabled=dtype == torch.float32):
+        logps, entropy = score_in_chunks(head, hidden, targets, **options)
+        rounded = (head(hidden).bfloat16().detach().float() / temperature).bfloat16().double().requires_grad_()
+    expected, expected_entropy = scores_of(rounded, targets)
+    wanted = rounded.bfloat16().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert logps.dtype == torch.float32 and torch.equal(logps, wanted.float())
     torch.testing.assert_close(entropy, expected_entropy.float(), rtol=1e-4, atol=1e-4)
-    (d_logits,) = torch.autograd.grad((expected + 0.3 * expected_entropy).sum(), wide)
+    (d_logits,) = torch.autograd.grad((expected + 0.3 * expected_entropy).sum(), rounded)
     (got,) = torch.autograd.grad((logps + 0.3 * entropy).sum(), hidden)
-    expected_gradient = (d_logits / temperature) @ head.weight.double()
-    torch.testing.assert_close(got.double(), expected_gradient, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(got.double(), d_logits / temperature @ head.weight.double(), rtol=0.02, atol=0.02)
     with pytest.raises(ValueError, match="rounding.*vocabulary is divided"):
         score_in_chunks(head, hidden, targets, **options, group=object())
 
