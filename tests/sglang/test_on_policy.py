@@ -44,7 +44,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """That --rl-on-policy-target is fsdp."""
     options = Told(rl_on_policy_target="fsdp", enable_deterministic_inference=True)
     options.deterministic = options.kernel = options.features = options
-    for module, name in itertools.product((activation, layernorm, sampler), ("get_global_server_args", "get_exec")):
+    names = "get_global_server_args", "get_server_args", "get_exec"
+    for module, name in itertools.product((activation, layernorm, sampler), names):
         monkeypatch.setattr(module, name, lambda: options, raising=False)
 
 
