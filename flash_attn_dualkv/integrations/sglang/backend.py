@@ -105,7 +105,7 @@ class SharedPrefixBackend(FlashAttentionBackend):
 
         Raises:
             SharedPromptError: it has more requests than any for which there is a graph, which would replay another
-                step's plan; or more tokens than a step of prompts may have.
+                step's plan; or with exact="trainer" it is one that would have other bits.
         """
         self._is_planned = False
         decodes_prompts = self._settings.decodes_prompts
