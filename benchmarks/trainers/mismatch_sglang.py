@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         child(own)
         return 0
     cases = [(feature, name) for feature in options.features for name in options.engines]
-    room = {"mem_fraction_static": 0.5} if options.engines_per_gpu == 1 else sglang_rig.ROOM
+    room = {"mem_fraction_static": 0.4} if options.engines_per_gpu == 1 else sglang_rig.ROOM
     base = {"rollouts": [[GROUPS, options.samples]], "options": room | {"rl_on_policy_target": "fsdp"}}
     base |= {name: getattr(options, name) for name in ("model", "layers", "repeat")}
     found = sglang_rig.run_cases(
