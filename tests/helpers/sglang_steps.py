@@ -73,7 +73,7 @@ def arguments() -> Any:
         tp_size=1, attn_tp_size=1, attn_cp_size=1, dcp_size=1, disaggregation_mode="null", kv_cache_dtype="auto",
         speculative_algorithm=None, speculative_eagle_topk=None, speculative_num_draft_tokens=None, is_embedding=False,
         chunked_prefill_size=-1, disable_cuda_graph=False, enable_prefill_cp=False, attn_dp_enabled=False,
-        attention_backend="dualkv", max_prefill_tokens=64,
+        attention_backend="dualkv", max_prefill_tokens=64, disable_piecewise_cuda_graph=True,
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
     )  # fmt: skip
     return made

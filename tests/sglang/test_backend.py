@@ -325,6 +325,10 @@ def test_refusals(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("prefill", "decode"):  # what another backend computes has not the trainer's bits
         with pytest.raises(SharedPromptError, match="attention_backend.*dualkv for prompts and decoding.*got fa3"):
             plugin.create(runner(**DETERMINISTIC, **{f"server_args__{kind}_attention_backend": "fa3"}))
+    of_prompts = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+    for graphs in ({"disable_piecewise_cuda_graph": False}, {"cuda_graph_config": of_prompts}):
+        with pytest.raises(SharedPromptError, match="cuda_graph_backend_prefill.*'disabled'"):
+            plugin.create(runner(**DETERMINISTIC, **{f"server_args__{name}": value for name, value in graphs.items()}))
     monkeypatch.setenv("DUALKV_SGLANG", '{"log_interval": 0}')
     assert plugin.create(runner())._statistics.interval == 0
 

@@ -253,6 +253,11 @@ def read_settings(runner: Any) -> Settings:
     others = {backend or options.attention_backend for backend in asked} - {NAME}
     if settings.decodes_prompts and others:
         raise SharedPromptError("attention_backend", f"{NAME} for prompts and decoding, as exact='trainer'", *others)
+    graphs = getattr(options, "cuda_graph_config", None)  # from 0.5.14 on
+    captures = not options.disable_piecewise_cuda_graph if graphs is None else graphs.prefill.backend != "disabled"
+    if settings.decodes_prompts and captures:
+        expected = "'disabled', as exact='trainer' plans prompts outside of graphs (--disable-piecewise-cuda-graph)"
+        raise SharedPromptError("cuda_graph_backend_prefill", expected, "graphs of prompts")
     return settings
 
 
