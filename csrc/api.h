@@ -83,20 +83,23 @@ typedef struct {
   // (requests): an earlier request or -1, and how many of its first pages the request has, too.
   const int32_t *parents, *shared_pages;
   // max_keys: of a request. split_keys: whole tiles of so many make a split; 0: nothing is divided,
-  // -1: core/plan_decode.h says how many.
-  int64_t max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, split_keys;
+  // -1: core/plan_decode.h says how many. head_dim_v: below head_dim, values are the first columns of
+  // the keys, of one KV head.
+  int64_t max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, head_dim_v,
+      split_keys;
   void* memory;
 } DualkvDecodePlan;
 
 // K or V of a cache, (pages, page_size, num_kv_heads, head_dim) in any order of memory but for the
 // last dimension, which is contiguous; the base on 16 bytes, strides in elements, multiples of 8.
+// Values in the keys are not read by themselves.
 typedef struct {
   const void* data;
   int64_t page_stride, row_stride, head_stride;
 } DualkvPages;
 
 typedef struct {
-  DualkvTensor q, out;  // (queries, num_heads, head_dim)
+  DualkvTensor q, out;  // (queries, num_heads, head_dim or head_dim_v)
   DualkvPages k, v;
   float* lse;          // (num_heads, queries)
   const float* sinks;  // (num_heads), or null

@@ -203,13 +203,14 @@ void tree_nodes(int device, int64_t stream, int64_t cu_seqlens, int64_t parents,
 
 // The fields of DualkvDecodePlan in their order: those of a step, then those that stay.
 DualkvDecodePlan decode_plan_of(py::handle given) {
-  check_length(given, 20);
+  check_length(given, 21);
   const auto at = [&](int index) { return integer(given, index); };
   const auto pointer_at = [&](int index) { return pointer<const int32_t>(at(index)); };
   const DualkvDecodePlan plan{pointer_at(0), at(1),         at(2),  at(3),         at(4),
                               pointer_at(5), pointer_at(6), pointer_at(7), pointer_at(8), pointer_at(9),
                               at(10),        at(11),        at(12), at(13),        at(14),
-                              at(15),        at(16),        at(17), at(18),        pointer<void>(at(19))};
+                              at(15),        at(16),        at(17), at(18),        at(19),
+                              pointer<void>(at(20))};
   check_numbers();
   return plan;
 }

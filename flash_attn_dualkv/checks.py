@@ -272,9 +272,9 @@ def check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequen
             raise ValueError(explain(name, f"fewer than {MAX_ROWS} rows", shape[0]))
 
 
-def check_head_dim(name: str, head_dim: int) -> None:
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(explain(name, f"a head dimension of at most {MAX_HEAD_DIM}", head_dim))
+def check_head_dim(name: str, head_dim: int, most: int = MAX_HEAD_DIM) -> None:
+    if head_dim > most:
+        raise ValueError(explain(name, f"a head dimension of at most {most}", head_dim))
     if head_dim < 1 or head_dim % HEAD_DIM_MULTIPLE != 0:
         raise ValueError(explain(name, f"a head dimension that is a multiple of {HEAD_DIM_MULTIPLE}", head_dim))
 

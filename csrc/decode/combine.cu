@@ -70,10 +70,11 @@ void launch_combine(const DecodeCombineArgs<T>& args, cudaStream_t stream) {
 
 template <typename T>
 void combine_splits(const DecodeCombineArgs<T>& args, cudaStream_t stream) {
-  switch (args.shape.head_dim) {
+  switch (args.shape.head_dim_v) {
     case 64: return launch_combine<T, 64>(args, stream);
     case 128: return launch_combine<T, 128>(args, stream);
-    default: return launch_combine<T, 256>(args, stream);
+    case 256: return launch_combine<T, 256>(args, stream);
+    default: return launch_combine<T, 512>(args, stream);
   }
 }
 template void combine_splits(const DecodeCombineArgs<__half>&, cudaStream_t);

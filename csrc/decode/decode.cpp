@@ -14,7 +14,7 @@ struct Plan {
   DecodeMemory memory;
 
   Plan(int device, const DualkvDecodePlan& asked)
-      : gpu(checked(device)), kernel(choose_decode_kernel(built<DecodeKernel>(), static_cast<int>(asked.head_dim), gpu,
+      : gpu(checked(device)), kernel(choose_decode_kernel(built<DecodeKernel>(), DecodeMemory::dims_of(asked), gpu,
                                                           wants_portable_kernels())),
         memory(asked, built<DecodeKernel>()[kernel].tiles,
                registry<DecodeKernel<__half>>().kernels[kernel].blocks_per_sm * gpu.num_sms) {}
@@ -36,9 +36,9 @@ template <typename T>
 void launch_decode(const Plan& plan, cudaStream_t stream, const DualkvDecodePlan& asked, const DualkvDecode& call) {
   const DecodeMemory& memory = plan.memory;
   const DualkvOptions& options = call.options;
-  const int head_dim = static_cast<int>(asked.head_dim);
+  const HeadDims dims = DecodeMemory::dims_of(asked);
   const ProblemShape shape{static_cast<int>(call.q.rows), static_cast<int>(asked.num_heads),
-                           static_cast<int>(asked.num_kv_heads), head_dim, head_dim,
+                           static_cast<int>(asked.num_kv_heads), dims.qk, dims.v,
                            static_cast<float>(options.softmax_scale), {true, window_of(options)},
                            {options.softmax_scale, options.softcap}, plan.gpu.num_sms};
   const bool alone = shape.sees.has_window();  // rows of a branch have windows of their own

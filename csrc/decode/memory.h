@@ -37,7 +37,7 @@ struct DecodeMemory {
     for (int** array : {&plan.parents, &plan.shared_columns}) *array = scratch.take(requests);
     plan.forest = scratch.take(int64_t{kForestInts} * requests);
     DecodeLists& lists = plan.lists;
-    const int64_t split_keys = asked.split_keys < 0 ? decode_split_keys(asked.max_keys) : asked.split_keys;
+    const int64_t split_keys = asked.split_keys < 0 ? decode_split_keys(asked.max_keys, dims_of(asked)) : asked.split_keys;
     plan.splits = {static_cast<int>(ceil_div(split_keys, int64_t{block_n}))};
     states.per_row = most_splits(asked, plan.splits, block_n);
     lists.alone_capacity = leaves, lists.shared_capacity = leaves * (states.per_row + kLevels);
@@ -46,7 +46,7 @@ struct DecodeMemory {
     lists.counts = scratch.take(2);
     lists.queries = scratch.take(rows), lists.splits = scratch.take(plan.splits.divide() ? rows : 0);
     const int64_t most_states = int64_t{rows} * asked.num_heads * states.per_row;
-    states.out = scratch.take<float>(most_states * asked.head_dim);
+    states.out = scratch.take<float>(most_states * asked.head_dim_v);
     states.statistics = scratch.take<float>(most_states * 8);
     bytes = scratch.used();
 
@@ -61,6 +61,10 @@ struct DecodeMemory {
   }
 
   static constexpr int kLevels = 4;
+
+  static HeadDims dims_of(const DualkvDecodePlan& asked) {
+    return {static_cast<int>(asked.head_dim), static_cast<int>(asked.head_dim_v)};
+  }
 
  private:
   // Low and own ones may each have one that is not full; the tile of the cut counts for both.

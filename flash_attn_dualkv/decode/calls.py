@@ -7,10 +7,12 @@ fields. `check_step` and `check_call` look at shapes, types and places; contents
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import checks
 from ..calls import Options
@@ -20,6 +22,7 @@ PAGE_ROWS = 16  # pages are multiples of it
 # Requests of a step: the planning kernel has memory for these. Keys of one: pages are found
 # by an exact float product for these.
 MOST_REQUESTS, MOST_KEYS = 4096, 1 << 25
+MAX_LATENT_DIM = 576  # DeepSeek's: 512 columns that are values, too, and 64 with positions
 
 
 class Limits(NamedTuple):
@@ -27,6 +30,8 @@ class Limits(NamedTuple):
 
     max_keys: of a request. split_keys: of a split, rounded up to tiles; 0 where walks are not divided, -1 as many as
     the library chooses.
+
+    head_dim_v: of the values. Smaller than `head_dim`: keys are latents, of which the first columns are the values.
     """
 
     max_requests: int
@@ -37,7 +42,12 @@ class Limits(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    head_dim_v: int
     split_keys: int
+
+    @property
+    def are_latents(self) -> bool:
+        return self.head_dim_v != self.head_dim
 
 
 class Step(NamedTuple):
@@ -103,6 +113,11 @@ def tensors_of(call: DecodeCall) -> tuple[Tensor | None, ...]:
     return *call[:5], *call.step[:7]
 
 
+def have_values(tensors: Iterable[object]) -> bool:
+    """True if no compiler traces the tensors: they have values."""
+    return not torch.compiler.is_compiling() and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
 # --- checks ---
 
 
@@ -119,7 +134,24 @@ def check_limits(limits: Limits) -> None:
     if limits.max_queries * limits.num_heads > MAX_ROWS:
         expected = f"at most {MAX_ROWS // limits.num_heads} with {limits.num_heads} heads"
         raise ValueError(explain("max_queries", expected, limits.max_queries))
-    checks.check_head_dim("head_dim", limits.head_dim)
+    if limits.are_latents:
+        check_latents(limits)
+    else:
+        checks.check_head_dim("head_dim", limits.head_dim)
+
+
+def check_latents(limits: Limits) -> None:
+    """An error for sizes of keys whose first columns are the values that no plan can have."""
+    checks.check_head_dim("head_dim", limits.head_dim, MAX_LATENT_DIM)
+    checks.check_head_dim("head_dim_v", limits.head_dim_v)
+    if limits.head_dim_v > limits.head_dim:
+        expected = f"at most {limits.head_dim} (head_dim: values are the first columns of the keys)"
+        raise ValueError(explain("head_dim_v", expected, limits.head_dim_v))
+    if limits.num_kv_heads != 1:
+        raise ValueError(explain("num_kv_heads", "1, as head_dim_v is not head_dim (latents)", limits.num_kv_heads))
+    if limits.split_keys == 0:
+        expected = "'split' for latents (training expands them)"
+        raise NotImplementedError(explain("exact", expected, "'trainer'"))
 
 
 def check_ints(name: str, tensor: Any, shape: tuple[int, ...], like: str, device: torch.device) -> None:
@@ -171,20 +203,29 @@ def check_call(call: DecodeCall) -> None:
     checks.check_device("q", q)
     if q.device != call.step.block_table.device:
         raise ValueError(explain("q", f"device {call.step.block_table.device} (the plan's)", q.device))
-    pages = (limits.num_pages, limits.page_size, limits.num_kv_heads, limits.head_dim)
-    for name, cache in (("k_cache", k), ("v_cache", v)):
-        check_cache(name, cache, k)
-        checks.check_shape(name, cache, pages, q.device, k.dtype)
-    rows = (call.step.queries, limits.num_heads, limits.head_dim)
-    for name, tensor in (("q", q), ("out", call.out)):
-        checks.check_shape(name, tensor, rows, q.device, k.dtype)
+    pages = (limits.num_pages, limits.page_size, limits.num_kv_heads)
+    for name, cache, dim in (("k_cache", k, limits.head_dim), ("v_cache", v, limits.head_dim_v)):
+        check_cache(name, cache)
+        checks.check_shape(name, cache, (*pages, dim), q.device, k.dtype)
+    if limits.are_latents:
+        check_values_in_keys(k, v)
+    for name, tensor, dim in (("q", q, limits.head_dim), ("out", call.out, limits.head_dim_v)):
+        checks.check_shape(name, tensor, (call.step.queries, limits.num_heads, dim), q.device, k.dtype)
         if tensor.stride(2) != 1 and tensor.numel() != 0:
             raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}"))
     checks.check_sinks(call.sinks, q)
 
 
-def check_cache(name: str, cache: Tensor, k_cache: Tensor) -> None:
-    """Check the type, rank and strides of a cache, and that both have one head dimension."""
+def check_values_in_keys(k_cache: Tensor, v_cache: Tensor) -> None:
+    """ValueError for values that are not the first columns of the keys, of which kernels read the keys only."""
+    begins_there = not have_values((k_cache, v_cache)) or v_cache.data_ptr() == k_cache.data_ptr()
+    if not begins_there or v_cache.stride() != k_cache.stride():
+        expected = f"k_cache[..., :{v_cache.shape[3]}] (values are the first columns of latents)"
+        raise ValueError(explain("v_cache", expected, f"another tensor, strides {v_cache.stride()}"))
+
+
+def check_cache(name: str, cache: Tensor) -> None:
+    """Check the type, rank and strides of a cache."""
     if cache.is_floating_point() and cache.dtype.itemsize == 1:
         raise NotImplementedError(explain(name, "16-bit numbers (FP8 caches are not implemented)", cache.dtype))
     allowed = checks.CUDA_DTYPES if cache.is_cuda else checks.CPU_DTYPES
@@ -194,8 +235,5 @@ def check_cache(name: str, cache: Tensor, k_cache: Tensor) -> None:
     if cache.dim() != 4:
         expected = "4 dimensions (pages, page_size, heads, head_dim)"
         raise ValueError(explain(name, expected, f"shape {tuple(cache.shape)}"))
-    if cache.shape[3] != k_cache.shape[3]:
-        expected = f"head dimension {k_cache.shape[3]} (as k_cache; another, as in MLA, is not implemented)"
-        raise NotImplementedError(explain(name, expected, cache.shape[3]))
     if cache.stride(3) != 1 and cache.numel() != 0:
         raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {cache.stride(3)}"))

@@ -7,21 +7,14 @@ They wait for the device: on a GPU they are made with DUALKV_DEBUG=1 alone, on t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import ops
 from ..checks import environment_flag, explain
-from .calls import DecodeCall, Step
-
-
-def have_values(tensors: Iterable[object]) -> bool:
-    """True if no compiler traces the tensors: they have values."""
-    return not torch.compiler.is_compiling() and not any(isinstance(one, FakeTensor) for one in tensors)
+from .calls import DecodeCall, Step, have_values
 
 
 def are_checked(like: Tensor) -> bool:

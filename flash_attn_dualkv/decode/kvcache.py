@@ -43,8 +43,11 @@ def append_kv(
     """
     names, tensors = ("k", "v", "k_cache", "v_cache"), (k, v, k_cache, v_cache)
     checks.check_are_tensors(names, tensors)
-    check_cache("k_cache", k_cache, k_cache)
-    check_cache("v_cache", v_cache, k_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_cache(name, cache)
+    if v_cache.shape[3] != k_cache.shape[3]:
+        expected = f"head dimension {k_cache.shape[3]} (as k_cache)"
+        raise NotImplementedError(explain("v_cache", expected, v_cache.shape[3]))
     device, dtype = k_cache.device, k_cache.dtype
     checks.check_shape("v_cache", v_cache, tuple(k_cache.shape), device, dtype)
     shape = (k.shape[0] if k.dim() else 0, *k_cache.shape[2:])
@@ -202,7 +205,7 @@ def flash_attn_with_kvcache(
         q.flatten(0, 1), k_cache, v_cache, plan, softmax_scale=softmax_scale, window_size=window, softcap=softcap,
         sinks=s_aux, return_lse=True,
     )  # fmt: skip
-    out = out.view(q.shape)
+    out = out.unflatten(0, (batch, queries))
     return (out, lse.unflatten(1, (batch, queries)).transpose(0, 1).contiguous()) if return_softmax_lse else out
 
 

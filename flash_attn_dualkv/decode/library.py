@@ -13,13 +13,15 @@ from ..checks import HEAD_DIM_MULTIPLE, explain
 from .calls import DecodeCall, Limits, Step
 
 DECODE_HEAD_DIMS = (64, 128, 256)
+LATENT_DIMS = (576, 512)  # of latents, and of the values in them
 
 
 def decode_plan_bytes(limits: Limits, device: torch.device) -> int:
     """Bytes of a plan's memory, which starts as zeros; NotImplementedError for what has no kernels."""
-    if limits.head_dim not in DECODE_HEAD_DIMS:
-        expected = f"one of {DECODE_HEAD_DIMS}: the kernels of decoding have no other"
-        raise NotImplementedError(explain("head_dim", expected, limits.head_dim))
+    dims = limits.head_dim, limits.head_dim_v
+    if dims not in (*((dim, dim) for dim in DECODE_HEAD_DIMS), LATENT_DIMS):
+        expected = f"one of {DECODE_HEAD_DIMS}, or 576 with head_dim_v 512"
+        raise NotImplementedError(explain("head_dim", expected, f"{dims[0]} with {dims[1]}"))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         size: int = kernels.compiled_module().decode_plan_bytes(kernels.current_device(), (*(0,) * 10, *limits, 0))
     return size

@@ -16,13 +16,14 @@ from torch import Tensor
 from .. import ops
 from ..checks import explain
 from . import calls, library, reference
-from .contents import check_values, have_values
+from .calls import have_values
+from .contents import check_values
 
 _STEP = (
     "Tensor block_table, Tensor seqlens, Tensor? cu_seqlens_q, Tensor? boundaries, Tensor? parents, "
     "Tensor? shared_pages, Tensor(a!)? memory, SymInt queries, "
     "SymInt max_requests, SymInt max_keys, SymInt max_queries, SymInt num_pages, SymInt page_size, SymInt num_heads, "
-    "SymInt num_kv_heads, SymInt head_dim, SymInt split_keys"
+    "SymInt num_kv_heads, SymInt head_dim, SymInt head_dim_v, SymInt split_keys"
 )
 ops.library.define(f"decode_plan({_STEP}) -> ()", tags=ops.TAGS)
 ops.library.define(

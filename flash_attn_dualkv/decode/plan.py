@@ -31,7 +31,7 @@ def make_memory(limits: Limits, device: torch.device) -> Tensor | None:
         less = f", and with exact='trainer' {library.decode_plan_bytes(serial, device) >> 20} MiB"
         raise torch.OutOfMemoryError(
             f"a SharedPrefixPlan for max_queries={rows} takes {size >> 20} MiB: fewer take less"
-            f"{less if limits.split_keys else ''}. {error}"
+            f"{less if limits.split_keys and not limits.are_latents else ''}. {error}"
         ) from error
 
 
@@ -52,8 +52,11 @@ class SharedPrefixPlan:
         max_queries: the most rows of q; `max_requests` if None.
         page_size: rows of a page, a multiple of 16.
         num_heads, num_kv_heads: of q and of the caches; the first is a multiple of the second.
-        head_dim: of all of them; 64, 128 or 256 on a GPU, and on the CPU a multiple of 8, at most
+        head_dim: of q and the keys; 64, 128 or 256 on a GPU, and on the CPU a multiple of 8, at most
             512.
+        head_dim_v: of the values and the result; `head_dim` if None. A smaller one is for latents
+            (absorbed MLA): one KV head whose first `head_dim_v` columns are the values; 576 and 512
+            on a GPU.
         device: of all tensors: the CPU, or an NVIDIA GPU of compute capability 8.0 or newer.
         exact: what the bits of a row are equal to. "trainer": without a window, those of the
             training forward with the same keys and values, cut at `boundaries`, on the same GPU
@@ -61,7 +64,8 @@ class SharedPrefixPlan:
             any other batch of a plan with as many pages for each request; walks of more than 1K
             keys (a 32nd of a request's most) are divided at fixed places, so that few prompts, or
             few KV heads, keep the whole GPU busy. Windows are not divided. None: "split" with up
-            to 2 KV heads, else "trainer".
+            to 2 KV heads, else "trainer". Latents have "split" only: training expands them to heads
+            of other dims (192 and 128, say).
 
     Attributes:
         limits: the sizes above.
@@ -71,15 +75,15 @@ class SharedPrefixPlan:
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: a head dim that the kernels lack.
+        NotImplementedError: a head dim that the kernels lack; latents with exact="trainer".
         RuntimeError: a GPU in an installation without kernels.
         torch.OutOfMemoryError: says how large the plan is, and what makes it smaller.
     """
 
     def __init__(
         self, max_requests: int, max_pages_per_request: int, *, num_pages: int, max_queries: int | None = None,
-        page_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str,
-        exact: str | None = None,
+        page_size: int, num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None,
+        device: torch.device | str, exact: str | None = None,
     ) -> None:  # fmt: skip
         max_queries = max_requests if max_queries is None else max_queries
         page_size = checks.integer("page_size", page_size, 1, MOST_KEYS)
@@ -92,8 +96,9 @@ class SharedPrefixPlan:
         max_keys = self.max_pages_per_request * page_size
         split_keys = SPLIT_KEYS if exact == "split" else 0
         self.limits = Limits(
-            max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, split_keys
-        )
+            max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim,
+            head_dim if head_dim_v is None else head_dim_v, split_keys,
+        )  # fmt: skip
         check_limits(self.limits)
         self.device = checks.device(device)
         if self.device.type not in ("cpu", "cuda"):

@@ -44,6 +44,15 @@ def decode_arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {"q": torch.zeros(3, 4, 16, dtype=dtype), **caches, "plan": planned()}
 
 
+LATENTS = {"num_kv_heads": 1, "head_dim": 72, "head_dim_v": 64}
+
+
+def latent_arguments() -> dict[str, Any]:
+    cache, q = torch.zeros(5, 16, 1, 72), torch.zeros(3, 4, 72)
+    plan = SharedPrefixPlan(**plan_arguments() | LATENTS).update(**update_arguments(), num_queries=3)
+    return {"q": q, "k_cache": cache, "v_cache": cache[..., :64], "plan": plan, "softmax_scale": 0.3}
+
+
 def append_arguments() -> dict[str, Any]:
     caches = {name: torch.zeros(5, 16, 2, 16) for name in ("k_cache", "v_cache")}
     rest = {"block_table": update_arguments()["block_table"], "cache_seqlens": ints(3, 4)}
@@ -62,11 +71,16 @@ def size_rows(name: str) -> list[Row]:
 
 SIZES = ("max_requests", "max_pages_per_request", "max_queries", "num_pages", "page_size", "num_heads", "num_kv_heads")
 PLAN_ROWS: list[Row] = [
-    *(row for name in (*SIZES, "head_dim") for row in size_rows(name)),
+    *(row for name in (*SIZES, "head_dim", "head_dim_v") for row in size_rows(name)),
     ("no multiple of 16", replace_by("page_size", 24), ValueError, "page_size", "24"),
     ("no divisor", replace_by("num_kv_heads", 3), ValueError, "num_kv_heads", "3"),
     ("no multiple of 8", replace_by("head_dim", 20), ValueError, "head_dim", "20"),
     ("above the limit", replace_by("head_dim", 520), ValueError, "head_dim", "520"),
+    ("wider than the keys", replace_by("head_dim_v", 24), ValueError, "head_dim_v", "24"),
+    ("latents of two heads", replace_by("head_dim_v", 8), ValueError, "num_kv_heads", "2"),
+    ("no multiple of 8", lambda _: LATENTS | {"head_dim_v": 60}, ValueError, "head_dim_v", "60"),
+    ("latents above the limit", lambda _: LATENTS | {"head_dim": 584}, ValueError, "head_dim", "584"),
+    ("latents", lambda _: LATENTS | {"exact": "trainer"}, NotImplementedError, "exact", "'trainer'"),
     ("too many for the kernels", replace_by("max_requests", 4097), ValueError, "max_requests", "4097"),
     ("too many keys", replace_by("max_pages_per_request", 2**21 + 1), ValueError, "max_pages_per_request", "2097153"),
     ("too many with the heads", replace_by("max_queries", 2**29), ValueError, "max_queries", str(2**29)),
@@ -153,7 +167,7 @@ DECODE_ROWS: list[Row] = [
     ("page size", alter("v_cache", lambda t: t[:, :8]), ValueError, "v_cache", "(5, 8, 2, 16)"),
     ("heads", alter("v_cache", lambda t: t[:, :, :1]), ValueError, "v_cache", "(5, 16, 1, 16)"),
     ("another dtype", alter("v_cache", Tensor.double), TypeError, "v_cache", "torch.float64"),
-    ("MLA", alter("v_cache", lambda t: t[..., :8]), NotImplementedError, "v_cache", "8"),
+    ("narrow", alter("v_cache", lambda t: t[..., :8]), ValueError, "v_cache", "(5, 16, 2, 8)"),
     ("list", replace_by("q", [1.0]), TypeError, "q", "list"),
     ("another dtype", alter("q", Tensor.double), TypeError, "q", "torch.float64"),
     ("rank", alter("q", lambda t: t[0]), ValueError, "q", "shape (4, 16)"),
@@ -176,8 +190,21 @@ DECODE_ROWS: list[Row] = [
 ]
 
 
+# With values in the keys.
+LATENT_ROWS: list[Row] = [
+    ("not there", replace_by("softmax_scale", None), ValueError, "softmax_scale", "None"),
+    ("a copy", alter("v_cache", Tensor.clone), ValueError, "v_cache", "another tensor"),
+    ("as wide as the keys", lambda a: {"v_cache": a["k_cache"]}, ValueError, "v_cache", "(5, 16, 1, 72)"),
+    ("other columns", lambda a: {"v_cache": a["k_cache"][..., 8:]}, ValueError, "v_cache", "another tensor"),
+    ("other pages", lambda a: {"v_cache": a["k_cache"].flip(0)[..., :64]}, ValueError, "v_cache", "another tensor"),
+    ("as wide as q", lambda a: {"out": torch.zeros_like(a["q"])}, ValueError, "out", "(3, 4, 72)"),
+    ("as wide as the values", alter("q", lambda t: t[..., :64]), ValueError, "q", "(3, 4, 64)"),
+]
+
+
 APPEND_ROWS: list[Row] = [
     *(row for name in ("k_cache", "v_cache") for row in cache_rows(name)),
+    ("narrow", alter("v_cache", lambda t: t[..., :8]), NotImplementedError, "v_cache", "8"),
     *table_rows(),
     *int_rows("cache_seqlens"),
     ("heads", alter("k", lambda t: t[:, :1]), ValueError, "k", "(4, 1, 16)"),
@@ -227,6 +254,7 @@ CALLS: dict[str, tuple[list[Row], Callable[..., Any], Callable[[], dict[str, Any
     # On the CPU without DUALKV_DEBUG=1: nothing waits there.
     "values": (VALUE_ROWS, SharedPrefixPlan.update, lambda: update_arguments() | {"num_queries": 3}),
     "decode": (DECODE_ROWS, shared_prefix_decode, decode_arguments),
+    "latents": (LATENT_ROWS, shared_prefix_decode, lambda: latent_arguments()),
     "append": (APPEND_ROWS, append_kv, append_arguments),
 }
 
@@ -339,11 +367,12 @@ def test_what_kernels_lack(library: Library, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(NotImplementedError, match="^softcap: expected .* for the CUDA kernels, got 2000.0"):
         operators._decode_cuda(call_of()._replace(softcap=2000.0))
     limits = call_of().step.limits
-    for head_dim in (16, 96, 512):
-        with pytest.raises(NotImplementedError, match=f"^head_dim: expected one of .*, got {head_dim}"):
-            decode_library.decode_plan_bytes(limits._replace(head_dim=head_dim), torch.device("cpu"))
+    for dims in ((16, 16), (96, 96), (512, 512), (576, 576), (576, 448), (512, 448)):
+        given = limits._replace(head_dim=dims[0], head_dim_v=dims[1])
+        with pytest.raises(NotImplementedError, match=f"^head_dim: expected .*, got {dims[0]}"):
+            decode_library.decode_plan_bytes(given, torch.device("cpu"))
     assert library.calls == []
-    limits = limits._replace(head_dim=64)
+    limits = limits._replace(head_dim=64, head_dim_v=64)
     assert decode_library.decode_plan_bytes(limits, torch.device("cpu")) == 4096
     assert library.calls == [("decode_plan_bytes", (-1, (*[0] * 10, *limits, 0)))]
 
@@ -351,7 +380,7 @@ def test_what_kernels_lack(library: Library, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("exact", "less"), [("split", ", and with exact='trainer' 7 MiB"), ("trainer", "")])
 def test_memory_that_does_not_fit(library: Library, exact: str, less: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the plan, its size, and what makes it smaller."""
-    limits = SharedPrefixPlan(**plan_arguments() | {"exact": exact}).limits._replace(head_dim=64)
+    limits = SharedPrefixPlan(**plan_arguments() | {"exact": exact}).limits._replace(head_dim=64, head_dim_v=64)
 
     def none_left(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -391,7 +420,7 @@ def test_the_struct_of_the_library() -> None:
     declarations = re.sub(r"//.*", "", body).split(";")
     names = [re.sub(r".*[ *]", "", one.strip()) for line in declarations for one in line.split(",") if one.strip()]
     sizes = ["max_requests", "max_keys", "max_queries", "num_pages", "page_size", "num_heads", "num_kv_heads"]
-    sizes += ["head_dim", "split_keys"]
+    sizes += ["head_dim", "head_dim_v", "split_keys"]
     step = ["block_table", "table_stride", "requests", "columns", "queries", "seqlens", "cu_seqlens_q", "boundaries"]
     step += ["parents", "shared_pages"]
     assert names == [*step, *sizes, "memory"] and list(call_of().step.limits._fields) == sizes

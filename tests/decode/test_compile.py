@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forests import Forest, forest, ints
+from forests import LATENTS, Forest, forest, ints
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,7 +38,7 @@ def test_operators_check_their_arguments() -> None:
     arguments = [*operator_arguments(step, None)]
     with pytest.raises(ValueError, match="^q: expected shape"):
         torch.ops.flash_attn_dualkv.decode(step.q[1:], *arguments[1:])
-    arguments[-4] = 3
+    arguments[-5] = 3
     for operator, given in (("decode", arguments), ("decode_plan", arguments[8:])):
         with pytest.raises(ValueError, match="^num_kv_heads: expected a number that divides 3, got 2"):
             getattr(torch.ops.flash_attn_dualkv, operator)(*given)
@@ -47,16 +47,18 @@ def test_operators_check_their_arguments() -> None:
         torch.ops.flash_attn_dualkv.decode(leaf, *arguments[1:])
 
 
-def test_layer_compiles_without_a_graph_break() -> None:
+@pytest.mark.parametrize("shape", [{}, LATENTS], ids=["heads", "latents"])
+def test_layer_compiles_without_a_graph_break(shape: dict[str, Any]) -> None:
     """And once more for other shapes, which are symbolic then."""
 
     def layer(step: Forest, plan: SharedPrefixPlan) -> tuple[Tensor, Tensor]:
-        out, lse = shared_prefix_decode(step.q * 2, step.k_cache, step.v_cache, plan, return_lse=True)
+        v_cache = step.k_cache[..., : step.v_cache.shape[3]] if step.has_latents else step.v_cache
+        out, lse = shared_prefix_decode(step.q * 2, step.k_cache, v_cache, plan, softmax_scale=0.3, return_lse=True)
         return out * 0.5, lse
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for seed in (1, 2):
-        step = forest(seed, most_queries=2)
+        step = forest(seed, most_queries=2, **shape)
         plan = step.plan()
         for actual, expected in zip(compiled(step, plan), layer(step, plan)):
             assert torch.equal(actual, expected)
@@ -95,7 +97,7 @@ def test_shapes_of_cuda_tensors() -> None:
         cache = torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16)
         table, lengths = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
         memory = torch.zeros(4096, dtype=torch.uint8)
-        step = Step(table, lengths, None, None, None, None, memory, 3, Limits(3, 32, 3, 5, 16, 4, 2, 64, 0))
+        step = Step(table, lengths, None, None, None, None, memory, 3, Limits(3, 32, 3, 5, 16, 4, 2, 64, 64, 0))
         torch.ops.flash_attn_dualkv.decode_plan(*pack_step(step))
         lse = torch.ops.flash_attn_dualkv.decode(q, cache, cache, None, out, 0.1, -1, 0.0, *pack_step(step))
         assert lse.shape == (4, 3) and lse.dtype == torch.float32 and lse.device == torch.device("cuda:0")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forests import Forest, forest, ints
+from forests import LATENTS, Forest, forest, ints
 
 from flash_attn_dualkv import reference as training
 from flash_attn_dualkv import shared_prefix_decode
@@ -23,6 +23,8 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"layout": "side by side", "most_queries": 3}, {"softcap": 1.5, "scale": 0.7}),
     ({"heads": (6, 1), "most_queries": 2}, {"window": 0, "sinks": True}),
     ({"heads": (3, 3), "layout": "HND"}, {"window": 40, "softcap": 3.0, "sinks": True}),
+    (LATENTS | {"most_queries": 3}, {"scale": 0.2}),
+    ({"heads": (4, 1), "layout": "latents", "head_dim": 576, "page_size": 48}, {"scale": 192**-0.5, "sinks": True}),
 ]
 
 
@@ -87,10 +89,11 @@ def test_out_is_written_and_returned() -> None:
     assert wide[..., :8].isnan().all() and wide[..., 24:].isnan().all()
 
 
-def test_bits_do_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("shape", [{}, LATENTS], ids=["heads", "latents"])
+def test_bits_do_not_depend_on_the_batch(shape: dict[str, Any]) -> None:
     """Nor on the order of requests, or on the pages where the keys lie."""
-    step = forest(5, dtype=torch.float32)
-    whole = shared_prefix_decode(step.q, step.k_cache, step.v_cache, step.plan())
+    step = forest(5, dtype=torch.float32, **shape)
+    whole = shared_prefix_decode(step.q, step.k_cache, step.v_cache, step.plan(), softmax_scale=0.3)
     for request in range(len(step.seqlens)):
         table = step.block_table[request : request + 1]
         moved = table.flip(0).clone()
@@ -99,8 +102,10 @@ def test_bits_do_not_depend_on_the_batch() -> None:
             page = (int(table[0, column]) + 1) % len(k)
             k[page], v[page] = step.k_cache[table[0, column]], step.v_cache[table[0, column]]
             moved[0, column] = page
-        alone = Forest(step.q[request : request + 1], k, v, moved, step.seqlens[request : request + 1], [1])
-        assert torch.equal(shared_prefix_decode(alone.q, k, v, alone.plan()), whole[request : request + 1])
+        alone = step.taken([request]).with_caches(k, v)
+        alone.block_table = moved
+        out = shared_prefix_decode(alone.q, alone.k_cache, alone.v_cache, alone.plan(), softmax_scale=0.3)
+        assert torch.equal(out, whole[request : request + 1])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,7 +19,7 @@ from flash_attn_dualkv.decode import library as decode_library
 from flash_attn_dualkv.decode.calls import Limits, Step
 
 # Rows and keys of a tile of the sm90 kernels, by head dim.
-TILES = {64: (64, 128), 128: (64, 80), 256: (128, 80)}
+TILES = {64: (64, 128), 128: (64, 80), 256: (128, 80), 576: (64, 64)}
 GUARD = 4096  # bytes behind a plan's memory
 PADDING = -1  # the request of a row that is in none
 MAX_KEYS = 1 << 16  # of a request
@@ -185,6 +185,11 @@ def read_lists(memory: Tensor, limits: Limits, q_rows: int, tile: tuple[int, int
     ]
     numbers = [one[: 4 * q_rows].view(np.int32).tolist() for one in (queries, splits)]
     return Lists(*lists, numbers[0], numbers[1] if limits.split_keys else [], *tile)
+
+
+def values_of(head_dim: int) -> int:
+    """Head dim of the values: latents are wider."""
+    return 512 if head_dim == 576 else head_dim
 
 
 Tile = tuple[int, int]  # position of the first key, and number of keys
@@ -431,5 +436,5 @@ def limits_for(
 ) -> Limits:
     return Limits(
         len(requests.table) + spare, MAX_KEYS, requests.q_rows + spare, requests.num_pages, requests.page_size, *heads,
-        head_dim, split_keys,
+        head_dim, values_of(head_dim), split_keys,
     )  # fmt: skip

@@ -14,6 +14,8 @@ from tree_cases import dense
 
 from flash_attn_dualkv import SharedPrefixPlan
 
+LATENTS: dict[str, Any] = {"heads": (5, 1), "layout": "latents", "head_dim": 72}
+
 
 def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
@@ -27,6 +29,9 @@ def pages_of(pages: int, page_size: int, heads: int, head_dim: int, layout: str,
         return [
             torch.full((pages, heads, page_size, head_dim), torch.nan, dtype=dtype).transpose(1, 2) for _ in range(2)
         ]
+    if layout == "latents":
+        latents = torch.full((pages, page_size, heads, head_dim), torch.nan, dtype=dtype)
+        return [latents, latents[..., : head_dim * 8 // 9]]
     if layout == "halves":
         return list(torch.full((pages, 2, page_size, heads, head_dim), torch.nan, dtype=dtype).unbind(1))
     together = torch.full((pages, heads, page_size, 2 * head_dim), torch.nan, dtype=dtype).transpose(1, 2)
@@ -51,7 +56,17 @@ class Forest:
             tensor = getattr(self, name)
             moved[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             moved[name].copy_(tensor)
-        return replace(self, **moved)
+        return replace(self, **moved).with_caches(moved["k_cache"], moved["v_cache"])
+
+    @property
+    def has_latents(self) -> bool:
+        """The values are columns of the keys."""
+        return self.k_cache.shape[3] != self.v_cache.shape[3]
+
+    def with_caches(self, k_cache: Tensor, v_cache: Tensor) -> Forest:
+        """The step with its pages there."""
+        values = k_cache[..., : v_cache.shape[3]] if self.has_latents else v_cache
+        return replace(self, k_cache=k_cache, v_cache=values)
 
     def taken(self, order: list[int]) -> Forest:
         """Some of the requests, in that order."""
@@ -64,13 +79,14 @@ class Forest:
     def offsets(self) -> list[int]:
         return [sum(self.queries[:index]) for index in range(len(self.queries) + 1)]
 
-    def plan(self, exact: str = "trainer", **options: Any) -> SharedPrefixPlan:
+    def plan(self, exact: str | None = None, **options: Any) -> SharedPrefixPlan:
         """A plan of the step, as ragged queries if some request has not one."""
         (requests, columns), (pages, page_size, kv_heads, head_dim) = self.block_table.shape, self.k_cache.shape
-        device = self.q.device
+        device, exact = self.q.device, exact or ("split" if self.has_latents else "trainer")
         made = SharedPrefixPlan(
             requests, columns, num_pages=pages, max_queries=max(len(self.q), 1), page_size=page_size,
-            num_heads=self.q.shape[1], num_kv_heads=kv_heads, head_dim=head_dim, device=device, exact=exact,
+            num_heads=self.q.shape[1], num_kv_heads=kv_heads, head_dim=head_dim, head_dim_v=self.v_cache.shape[3],
+            device=device, exact=exact,
         )  # fmt: skip
         if set(self.queries) != {1}:
             options = {"cu_seqlens_q": ints(*self.offsets), "num_queries": len(self.q)} | options
@@ -83,8 +99,9 @@ class Forest:
                   range(self.seqlens[request])]  # fmt: skip
         table = self.block_table[request].tolist()
         k, v = ([cache[table[page], row] for page, row in places] for cache in (self.k_cache, self.v_cache))
-        empty = self.k_cache.new_zeros(0, *self.k_cache.shape[2:])
-        return (torch.stack(k), torch.stack(v)) if k else (empty, empty)
+        if not k:
+            return self.k_cache[0, :0], self.v_cache[0, :0]
+        return torch.stack(k), torch.stack(v)
 
     def expected(
         self, *, scale: float | None = None, window: int = -1, softcap: float = 0.0, sinks: Tensor | None = None,

@@ -109,16 +109,19 @@ int read_thresholds(char* out, int size) {
   return put(text.str(), out, size);
 }
 
-int64_t read_split_keys(int64_t max_keys) { return decode_split_keys(max_keys); }
+int64_t read_split_keys(int64_t max_keys, int qk, int v) { return decode_split_keys(max_keys, {qk, v}); }
 
-// Family of the decode kernel for a head dim, where there are those of 64 and 128 and, portable
-// alone, of 256; -1: none.
-int read_decode_family(int head_dim, int capability, bool wants_portable) {
+// Family of the decode kernel for head dims, where there are those of 64 and 128 and, portable
+// alone, of 256 and of latents, which take 147 KB of shared memory; -1: none.
+int read_decode_family(int head_dim, int head_dim_v, int capability, int kilobytes, bool wants_portable) {
   std::vector<KernelTraits> kernels;
   for (const int dim : {64, 128, 256}) kernels.push_back({Arch::sm80, {dim, dim}});
+  kernels.push_back({Arch::sm80, {576, 512}, {64, 32, 147 * 1024}});
   for (const int dim : {64, 128}) kernels.push_back({Arch::sm90, {dim, dim}});
+  const Gpu gpu{.capability = capability, .num_sms = 1, .shared_bytes = kilobytes * 1024, .gigabytes_per_s = 1};
   try {
-    return static_cast<int>(kernels[choose_decode_kernel(kernels, head_dim, {capability}, wants_portable)].arch);
+    const HeadDims dims{head_dim, head_dim_v};
+    return static_cast<int>(kernels[choose_decode_kernel(kernels, dims, gpu, wants_portable)].arch);
   } catch (const std::invalid_argument&) {
     return -1;
   }

@@ -376,10 +376,12 @@ def test_all_kernels_of_the_instances_are_planned() -> None:
 
 
 def test_splits_are_of_1k_keys_or_of_a_32nd_of_the_most_of_a_request() -> None:
+    """Of latents of 2K, whose states are wide."""
     read_split_keys = load_shim("plan").read_split_keys
-    read_split_keys.restype, read_split_keys.argtypes = ctypes.c_int64, [ctypes.c_int64]
+    read_split_keys.restype, read_split_keys.argtypes = ctypes.c_int64, [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     for most, keys in ((16, 1024), (2048 * 16, 1024), (2049 * 16, 1025), (1 << 25, 1 << 20)):
-        assert read_split_keys(most) == keys
+        assert read_split_keys(most, 128, 128) == keys
+        assert read_split_keys(most, 576, 512) == max(keys, 2048)
 
 
 def test_kernels_of_decoding_are_those_of_the_head_dim() -> None:
@@ -387,9 +389,11 @@ def test_kernels_of_decoding_are_those_of_the_head_dim() -> None:
     portable, hopper, none = 0, 1, -1
     for head_dim, capability, wants_portable, family in (
         (64, 9, False, hopper), (128, 9, False, hopper), (128, 9, True, portable), (128, 8, False, portable),
-        (256, 9, False, portable), (96, 9, False, none), (512, 8, False, none),
+        (256, 9, False, portable), (96, 9, False, none), (512, 8, False, none), (576, 9, False, none),
     ):  # fmt: skip
-        assert load_shim("plan").read_decode_family(head_dim, capability, wants_portable) == family
+        assert load_shim("plan").read_decode_family(head_dim, head_dim, capability, 227, wants_portable) == family
+    for dims, kilobytes, family in (((576, 512), 163, portable), ((576, 512), 99, none), ((576, 448), 163, none)):
+        assert load_shim("plan").read_decode_family(*dims, 8, kilobytes, False) == family
 
 
 # explain_plan
