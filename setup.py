@@ -8,8 +8,8 @@ Settings, all environment variables:
 DUALKV_ARCHS        compute capabilities to build for, such as "80;90", whatever GPU or torch is here; default: those
                     of the visible GPUs. PTX for the oldest of them (8.0 where there is none) is included and serves
                     newer GPUs.
-DUALKV_HEAD_DIMS    head dims to build, such as "64,128"; default: 64,96,128,192,256,512.
-                    512 is for Hopper alone.
+DUALKV_HEAD_DIMS    head dims to build, such as "64,128"; default: 64,96,128,192,256,512,576.
+                    512 is for Hopper alone, 576 (MLA's latents) for decoding.
 DUALKV_PYTHONS      Pythons that the wheel serves, such as "python3.10 python3.11"; default: the running one.
 DUALKV_PURE_PYTHON  1: install only the CPU implementation, whatever is found.
 MAX_JOBS            compilations at a time; default: what cores and free memory allow.

@@ -20,7 +20,7 @@ from pathlib import Path
 OLDEST_ARCH = "80"
 OLDEST_CUDA = (12, 5)  # cudaGetDriverEntryPointByVersion
 STATIC_RUNTIME = "libcudart_static.a"
-HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+HEAD_DIMS = (64, 96, 128, 192, 256, 512, 576)
 # -v: ptxas reports what tools/check_kernels.py reads.
 NVCC_FLAGS = ("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 GIB_PER_COMPILE = 3.0

@@ -23,10 +23,13 @@ struct LocatedPages {
   int64_t k, v;
 };
 
-// A thread copies one 16-byte chunk of every kRowsAtOnce-th row.
+// A thread copies one 16-byte chunk of every kRowsAtOnce-th row, or, where threads are no multiple
+// of the chunks of a row, one of each of its panels.
 template <typename T, class TileQ, class TileKv>
 struct PagedRows {
-  static constexpr int kChunks = TileKv::kCols / 8, kRowsAtOnce = kDecodeThreads / kChunks;
+  static constexpr int kRowChunks = TileKv::kCols / 8;
+  static constexpr int kChunks = kDecodeThreads % kRowChunks == 0 ? kRowChunks : TileKv::kPanelChunks;
+  static constexpr int kTurns = kRowChunks / kChunks, kRowsAtOnce = kDecodeThreads / kChunks;
   static constexpr int kQuerySteps = kDecodeRows / kRowsAtOnce;
 
   const DecodeParams<T>& p;
@@ -86,7 +89,10 @@ struct PagedRows {
       const int row = first + row0 + i * kRowsAtOnce;
       if (row >= item.rows) continue;
       const T* const source = p.q.at(rows[i], kv_head * heads + (item.row + row) % heads) + chunk * 8;
-      ptx::cp_async_16(place<TileQ>(tile, row), source, true);
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        ptx::cp_async_16(place<TileQ>(tile, row) + turn * TileQ::kPanelBytes, source + turn * TileQ::kPanelCols, true);
+      }
     }
   }
 
@@ -116,8 +122,11 @@ struct PagedRows {
       for (int i = 0; i < kCopies; ++i, row_source += kRowsAtOnce * from.row_stride) {
         const int row = first_row + slab * kPageRows + i * kRowsAtOnce;
         if (static_cast<unsigned>(row) >= TileKv::kRows) continue;
-        ptx::cp_async_16(places[i] + slab * (kPageRows * TileKv::kRowBytes), row_source, row < keys.valid,
-                         policy);
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+          const uint32_t to = places[i] + slab * (kPageRows * TileKv::kRowBytes) + turn * TileKv::kPanelBytes;
+          ptx::cp_async_16(to, row_source + turn * TileKv::kPanelCols, row < keys.valid, policy);
+        }
       }
     }
   }

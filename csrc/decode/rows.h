@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Rows of a decoding item as the threads that multiply hold them: 16 of them a warp, in
 // accumulators of m16 products. Masks, the states that pass from item to item, and the results.
+// Where O is wide groups of warps share the rows, and each has its part of the columns.
 #pragma once
 
 #include "decode/paged_rows.h"
@@ -11,16 +12,20 @@
 
 namespace dualkv {
 
-// `kThreads`: threads that multiply. In sm90 kernels the kDecodeThreads that load come before them.
-template <typename T, int kHeadDim, Arch kArch, int kThreads = kDecodeThreads>
+// kHeadDim: of O. kThreads: threads that multiply, in kSharers groups that share the rows. In sm90
+// kernels the kDecodeThreads that load come before them.
+template <typename T, int kHeadDim, Arch kArch, int kThreads = kDecodeThreads, int kSharers = 1>
 struct DecodeRows {
   static constexpr int kTogether = state_pairs(kArch);
+  static constexpr int kColumns = kHeadDim / kSharers, kGroup = kThreads / kSharers;
 
-  using Output = float[1][kHeadDim / 8][4];
+  using Output = float[1][kColumns / 8][4];
 
   const DecodeParams<T>& p;
   const int thread = threadIdx.x - (kArch == Arch::sm90 ? kDecodeThreads : 0), lane = threadIdx.x % 32;
-  const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row, and 8 after it the other
+  const int thread_of_rows = kSharers > 1 ? thread % kGroup : thread;
+  const int column0 = kSharers > 1 ? thread / kGroup * kColumns : 0;
+  const int row0 = thread_of_rows / 32 * 16 + lane / 4;  // this thread's first row, and 8 after it the other
   int slot[2];  // of the thread's rows: row of q * num_heads + head; -1: none
 
   __device__ __forceinline__ void find(const DecodeItem& item, int kv_head) {
@@ -50,22 +55,37 @@ struct DecodeRows {
   template <class Softmax, class Meet>
   __device__ __forceinline__ void take(const DecodeItem& item, int kv_head, Output& o, Softmax& softmax,
                                        Meet meet) const {
+    await(item, kv_head, meet);
+    take_output(item, o);
+    take_statistics(item, softmax);
+  }
+  template <class Meet>
+  __device__ __forceinline__ void await(const DecodeItem& item, int kv_head, Meet meet) const {
     if (thread == 0) {
       ptx::wait_arrived(p.progress.arrived + item.waits * p.shape.num_kv_heads + kv_head, item.arrivals);
     }
     meet();
+  }
+  __device__ __forceinline__ void take_output(const DecodeItem& item, Output& o) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (slot[half] < 0) continue;
       const float* const from = state_of(half, item);
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+      for (int j = 0; j < kColumns / 8; j += kTogether) {
         const Columns columns = *reinterpret_cast<const Columns*>(from + j * 8);
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           o[0][j + i][2 * half] = columns.pairs[i].x, o[0][j + i][2 * half + 1] = columns.pairs[i].y;
         }
       }
+    }
+  }
+  template <class Softmax>
+  __device__ __forceinline__ void take_statistics(const DecodeItem& item, Softmax& softmax) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (slot[half] < 0) continue;
       const float* const statistics = statistics_of(half, item) + lane % 4;
       softmax.row_sum[0][half] = statistics[0], softmax.row_max[0][half] = statistics[4];
     }
@@ -76,7 +96,7 @@ struct DecodeRows {
   template <class Softmax, class Meet>
   __device__ __forceinline__ void finish(const DecodeItem& item, int kv_head, Output& o, Softmax& softmax,
                                          Meet meet) const {
-    if (item.folded > 0) fold(item, o, softmax);
+    if (item.folded > 0) fold(item, o, softmax, meet);
     if (item.signals < 0 && item.split < 0) return store(o, softmax);
     keep(item, o, softmax);
     if (item.signals < 0) return;
@@ -101,10 +121,12 @@ struct DecodeRows {
   }
 
  private:
-  // Adds the total of the item's splits so far, which the same threads have kept.
-  template <class Softmax>
-  __device__ __forceinline__ void fold(const DecodeItem& item, Output& o, Softmax& softmax) const {
+  // Adds the total of the item's splits so far, which the same threads have kept. But for the
+  // statistics: the first group has, and will again when all have read them.
+  template <class Softmax, class Meet>
+  __device__ __forceinline__ void fold(const DecodeItem& item, Output& o, Softmax& softmax, Meet meet) const {
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
+    if constexpr (kSharers > 1) meet();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (slot[half] < 0) continue;
@@ -112,7 +134,7 @@ struct DecodeRows {
       const float* const statistics = statistics_of(half, item) + lane % 4;
       const StateFold fold(statistics[4], softmax.row_max[0][half], scale_log2);
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+      for (int j = 0; j < kColumns / 8; j += kTogether) {
         const Columns columns = *reinterpret_cast<const Columns*>(from + j * 8);
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
@@ -123,6 +145,7 @@ struct DecodeRows {
       softmax.row_sum[0][half] = fold(statistics[0], softmax.row_sum[0][half]);
       softmax.row_max[0][half] = fold.top;
     }
+    if constexpr (kSharers > 1) meet();
   }
 
   template <class Softmax>
@@ -132,7 +155,7 @@ struct DecodeRows {
       if (slot[half] < 0) continue;
       float* const to = state_of(half, item);
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+      for (int j = 0; j < kColumns / 8; j += kTogether) {
         Columns columns;
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
@@ -140,6 +163,7 @@ struct DecodeRows {
         }
         *reinterpret_cast<Columns*>(to + j * 8) = columns;
       }
+      if (column0 > 0) continue;
       float* const statistics = statistics_of(half, item) + lane % 4;
       statistics[0] = softmax.row_sum[0][half], statistics[4] = softmax.row_max[0][half];
     }
@@ -152,8 +176,9 @@ struct DecodeRows {
       const int row = max_int(slot[half], 0) / p.shape.num_heads, head = max_int(slot[half], 0) % p.shape.num_heads;
       float lse;
       const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, p.sink(head), lse);
-      if (lane % 4 == 0 && slot[half] >= 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + row] = lse;
-      store_row<T>(o[0], half, inverse_sum, p.out.at(row, head), 0, slot[half] >= 0 ? kHeadDim : 0, lane);
+      const bool has_row = slot[half] >= 0;
+      if (lane % 4 == 0 && has_row && column0 == 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + row] = lse;
+      store_row<T>(o[0], half, inverse_sum, p.out.at(row, head), column0, has_row ? kHeadDim : 0, lane);
     }
   }
 
@@ -165,7 +190,7 @@ struct DecodeRows {
     return int64_t{slot[half]} * p.states.per_row + max_int(item.split, 0);
   }
   __device__ __forceinline__ float* state_of(int half, const DecodeItem& item) const {
-    return p.states.out + place_of(half, item) * kHeadDim + lane % 4 * (kTogether * 2);
+    return p.states.out + place_of(half, item) * kHeadDim + column0 + lane % 4 * (kTogether * 2);
   }
   __device__ __forceinline__ float* statistics_of(int half, const DecodeItem& item) const {
     return p.states.statistics + place_of(half, item) * 8;

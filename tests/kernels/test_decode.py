@@ -29,7 +29,7 @@ from torch import Tensor
 from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
 
 pytestmark = GPU_MARKS
-HEADS = {64: (8, 2), 128: (4, 4), 256: (5, 1)}
+HEADS = {64: (8, 2), 128: (4, 4), 256: (5, 1), 576: (16, 1)}
 # Head dim, page size, layout, most queries of a request, dtype, options.
 CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
     (64, 16, "NHD", 1, torch.bfloat16, {}),
@@ -41,6 +41,9 @@ CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
     (256, 16, "NHD", 2, torch.float16, {"softcap": 20.0, "sinks": True}),
     (256, 32, "HND", 1, torch.bfloat16, {}),
     (256, 16, "HND", 20, torch.bfloat16, {}),
+    (576, 16, "latents", 4, torch.bfloat16, {"scale": 192**-0.5}),
+    (576, 48, "latents", 1, torch.float16, {"scale": 0.1, "softcap": 20.0, "sinks": True}),
+    (576, 64, "latents", 9, torch.bfloat16, {"scale": 192**-0.5, "window": 70}),
 ]
 
 
@@ -48,8 +51,18 @@ def case_name(case: tuple[Any, ...]) -> str:
     return "d" + "-".join(map(str, case[:4]))
 
 
+TRAINED = [case for case in CASES if case[2] != "latents"]  # whose bits may be those of training
 cases = pytest.mark.parametrize("case", CASES, ids=case_name)
+trained_cases = pytest.mark.parametrize("case", TRAINED, ids=case_name)
 modes = pytest.mark.parametrize("exact", ["trainer", "split"])
+cases_by_mode = pytest.mark.parametrize(
+    ("case", "exact"),
+    [
+        pytest.param(case, exact, id=f"{case_name(case)}-{exact}")
+        for exact in ("trainer", "split")
+        for case in (TRAINED if exact == "trainer" else CASES)
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +83,8 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    "sm80": {64: Tiles(64, 128, 2), 128: Tiles(64, 64, 3), 256: Tiles(64, 64, 1)},
-    "sm90": {64: Tiles(64, 128, 2), 128: Tiles(64, 80, 2), 256: Tiles(128, 80, 1)},
+    "sm80": {64: Tiles(64, 128, 2), 128: Tiles(64, 64, 3), 256: Tiles(64, 64, 1), 576: Tiles(64, 32, 1)},
+    "sm90": {64: Tiles(64, 128, 2), 128: Tiles(64, 80, 2), 256: Tiles(128, 80, 1), 576: Tiles(64, 64, 1)},
 }
 
 
@@ -131,8 +144,7 @@ def sinks_of(step: Forest, options: dict[str, Any]) -> Tensor | None:
     return torch.randn(step.q.shape[1], generator=generator).to(DEVICE) if options.get("sinks") else None
 
 
-@modes
-@cases
+@cases_by_mode
 def test_results(case: tuple[Any, ...], exact: str, kernels: str) -> None:
     """The accuracy rule, with NaN in every byte of the caches that is no key of a request."""
     options = case[-1]
@@ -164,7 +176,7 @@ def trained(step: Forest, request: int, cut: int, options: dict[str, Any]) -> tu
     )
 
 
-@cases
+@trained_cases
 def test_bits_of_training(case: tuple[Any, ...], kernels: str) -> None:
     """Output and LSE of every row are the training forward's, whoever shares its pages."""
     options = {name: value for name, value in case[-1].items() if name != "window"}
@@ -179,8 +191,7 @@ def test_bits_of_training(case: tuple[Any, ...], kernels: str) -> None:
             oracle.assert_bits_equal("lse", lse[:, begin:end], expected[1])
 
 
-@modes
-@cases
+@cases_by_mode
 def test_batch_invariance(case: tuple[Any, ...], exact: str, kernels: str) -> None:
     """Other requests, their order and the places of pages change no bit; a second launch neither."""
     (step, cuts), options = random_step(case, 20), case[-1]
@@ -250,7 +261,7 @@ def test_who_folds_changes_no_bit(case: tuple[Any, ...], shares: bool, kernels: 
     oracle.assert_bits_equal("lse", found_lse[:, : len(out)], lse)
 
 
-@pytest.mark.parametrize("case", [one for one in CASES if "window" in one[-1]], ids=case_name)
+@pytest.mark.parametrize("case", [one for one in TRAINED if "window" in one[-1]], ids=case_name)
 def test_windows_are_never_divided(case: tuple[Any, ...], kernels: str) -> None:
     """Their bits are those of serial walks: a plan of layers with windows alone needs no room for splits."""
     (step, cuts), options = random_step(case, 45), case[-1]
@@ -274,8 +285,7 @@ def test_columns_behind_the_longest_request(exact: str, kernels: str) -> None:
     oracle.assert_bits_equal("lse", bounded_lse, lse)
 
 
-@modes
-@cases
+@cases_by_mode
 def test_results_repeat_bit_for_bit(case: tuple[Any, ...], exact: str, kernels: str) -> None:
     """States are handed over in one order, whichever blocks are early: of one plan, launch after launch."""
     (step, cuts), options = random_step(case, 40), case[-1]
@@ -305,7 +315,7 @@ def test_growing_request(case: tuple[Any, ...], kernels: str) -> None:
         first = first or (out[others], lse[:, others])
         for name, found, expected in zip(("out", "lse"), (out[others], lse[:, others]), first):
             oracle.assert_bits_equal(f"{name} at {length}", found, expected)
-        if options.get("window") is None:
+        if options.get("window") is None and not step.has_latents:
             expected = trained(now, grown, min(length, int(cuts[grown])), options)
             oracle.assert_bits_equal("out", out[begin:end], expected[0])
             oracle.assert_bits_equal("lse", lse[:, begin:end], expected[1])
@@ -338,7 +348,7 @@ def moved(step: Forest, rng: random.Random) -> Forest:
     for cache in (step.k_cache, step.v_cache):
         copy = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=DEVICE)
         caches.append(copy.copy_(cache[index]))
-    return Forest(step.q, *caches, table, step.seqlens, step.queries)
+    return replace(step, block_table=table).with_caches(*caches)
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True}], ids=["plain", "sinks"])

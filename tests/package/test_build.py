@@ -100,7 +100,7 @@ def test_a_pure_python_installation_says_why_and_how_to_change_it(machine, reaso
         ({"DUALKV_ARCHS": "88"}, dict(), "cannot build for 88; it knows 80, 86, 89, 90, 100, 103, 120"),
         ({"DUALKV_ARCHS": "90a"}, dict(), "expected compute capabilities .* got '90a'"),
         ({"DUALKV_ARCHS": "80;75"}, dict(), "need 80 .* got 75"),
-        ({"DUALKV_HEAD_DIMS": "64,80"}, dict(), "some of 64, 96, 128, 192, 256, 512, got '64,80'"),
+        ({"DUALKV_HEAD_DIMS": "64,80"}, dict(), "some of 64, 96, 128, 192, 256, 512, 576, got '64,80'"),
         ({"DUALKV_ARCHS": "90", "DUALKV_PURE_PYTHON": "1"}, dict(), "unset one of them"),
         (ARCHS | {"DUALKV_PYTHONS": "python9.9"}, dict(), "DUALKV_PYTHONS: expected .* there is no 'python9.9'"),
     ],
@@ -137,7 +137,7 @@ def test_numbers_in_settings():
     for text in ("9", "sm_90", "90+PTX", "80;;x", "native", "-80", "8.0.0"):
         with pytest.raises(BuildError, match="DUALKV_ARCHS: expected"):
             toolchain.parse_archs(text)
-    assert toolchain.parse_head_dims("") == [64, 96, 128, 192, 256, 512]
+    assert toolchain.parse_head_dims("") == [64, 96, 128, 192, 256, 512, 576]
     assert toolchain.parse_head_dims("128;64, 64") == [64, 128]
     assert toolchain.parallel_jobs({"MAX_JOBS": "7"}) == 7
     assert toolchain.parallel_jobs({}) >= 1
