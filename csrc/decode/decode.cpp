@@ -51,7 +51,8 @@ void launch_decode(const Plan& plan, cudaStream_t stream, const DualkvDecodePlan
   const Arch arch = built<DecodeKernel>()[plan.kernel].arch;
   count_launch(std::string("dualkv_") + name_of(arch) + "_decode");
   if (alone || !memory.plan.splits.divide()) return;
-  combine_splits<T>({shape, memory.states, state_pairs(arch), lists.splits, view_of<T>(call.out), call.lse, call.sinks},
+  combine_splits<T>({shape, memory.states, state_pairs(arch, dims.v), lists.splits, view_of<T>(call.out), call.lse,
+                     call.sinks},
                     stream);
   count_launch("dualkv_decode_combine");
 }

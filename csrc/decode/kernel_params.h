@@ -85,7 +85,7 @@ struct DecodeStates {
 };
 
 // Pairs of columns that a thread moves at a time: two where registers allow it.
-constexpr int state_pairs(Arch arch) { return arch == Arch::sm90 ? 2 : 1; }
+constexpr int state_pairs(Arch arch, int head_dim_v) { return arch == Arch::sm90 && head_dim_v <= 256 ? 2 : 1; }
 
 template <typename T>
 struct DecodeParams {

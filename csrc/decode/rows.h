@@ -16,7 +16,7 @@ namespace dualkv {
 // kernels the kDecodeThreads that load come before them.
 template <typename T, int kHeadDim, Arch kArch, int kThreads = kDecodeThreads, int kSharers = 1>
 struct DecodeRows {
-  static constexpr int kTogether = state_pairs(kArch);
+  static constexpr int kTogether = state_pairs(kArch, kHeadDim);
   static constexpr int kColumns = kHeadDim / kSharers, kGroup = kThreads / kSharers;
 
   using Output = float[1][kColumns / 8][4];
@@ -24,7 +24,7 @@ struct DecodeRows {
   const DecodeParams<T>& p;
   const int thread = threadIdx.x - (kArch == Arch::sm90 ? kDecodeThreads : 0), lane = threadIdx.x % 32;
   const int thread_of_rows = kSharers > 1 ? thread % kGroup : thread;
-  const int column0 = kSharers > 1 ? thread / kGroup * kColumns : 0;
+  const int column0 = kSharers > 1 ? __shfl_sync(0xffffffffu, thread / kGroup, 0) * kColumns : 0;
   const int row0 = thread_of_rows / 32 * 16 + lane / 4;  // this thread's first row, and 8 after it the other
   int slot[2];  // of the thread's rows: row of q * num_heads + head; -1: none
 

@@ -17,41 +17,66 @@ namespace dualkv::sm90 {
 //
 // maps: tiles of branches are loaded by tensor maps. At 256, where no other block hides a load, that
 // took 5 to 25% longer; at 64 it was not measured.
+//
+// Latents (docs/notes/decode.md has the bounds): a tile is K and V, and as many keys as products of
+// scores need to read no more than they multiply. Three warpgroups share 64 rows.
 struct DecodeTiles {
-  int of, stages_q, stages_kv, blocks, consumers = 1;
+  HeadDims of;
+  int stages_q, stages_kv, blocks, consumers = 1;
   bool scores_ahead = false, maps = false;
+  int latents = 0;  // of a tile
 };
 constexpr DecodeTiles kDecodeTiles[] = {
-    {.of = 64, .stages_q = 2, .stages_kv = 3, .blocks = 2},
-    {.of = 128, .stages_q = 2, .stages_kv = 2, .blocks = 2, .scores_ahead = true, .maps = true},
-    {.of = 256, .stages_q = 1, .stages_kv = 2, .blocks = 1, .consumers = 2},
+    {.of = {64, 64}, .stages_q = 2, .stages_kv = 3, .blocks = 2},
+    {.of = {128, 128}, .stages_q = 2, .stages_kv = 2, .blocks = 2, .scores_ahead = true, .maps = true},
+    {.of = {256, 256}, .stages_q = 1, .stages_kv = 2, .blocks = 1, .consumers = 2},
+    {.of = {576, 512}, .stages_q = 1, .stages_kv = 2, .blocks = 1, .consumers = 3, .maps = true, .latents = 64},
+};
+template <int kHeadDim, int kHeadDimV>
+consteval int decode_block_n(int latents) {
+  if constexpr (kHeadDimV < kHeadDim) return latents;
+  else return ForwardConfig<kHeadDim, kHeadDimV>::kBlockN;
+}
+
+// Of a thread that loads, that multiplies, or, of latents, that makes scores or outputs.
+struct DecodeRegisters {
+  int of, producer, consumer, scores = 0, outputs = 0;
+};
+constexpr DecodeRegisters kDecodeRegisters[] = {
+    {.of = 1, .producer = 64, .consumer = 192},
+    {.of = 2, .producer = 40, .consumer = 232},
+    {.of = 3, .producer = 40, .consumer = 0, .scores = 120, .outputs = 176},
 };
 
-constexpr RegisterShare kDecodeRegisters[] = {{.of = 1, .producer = 64, .consumer = 192},
-                                              {.of = 2, .producer = 40, .consumer = 232}};
-
-template <int kHeadDim_>
+template <int kHeadDim_, int kHeadDimV_ = kHeadDim_>
 struct DecodeConfig {
-  static constexpr DecodeTiles kTiles = row_of(kDecodeTiles, kHeadDim_);
-  static constexpr int kHeadDim = kHeadDim_, kBlockN = ForwardConfig<kHeadDim, kHeadDim>::kBlockN;
+  static constexpr DecodeTiles kTiles = row_of(kDecodeTiles, HeadDims{kHeadDim_, kHeadDimV_});
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockN = decode_block_n<kHeadDim, kHeadDimV>(kTiles.latents);
+  static constexpr bool kLatents = kTiles.latents > 0;
   static constexpr int kStagesQ = kTiles.stages_q, kStagesKv = kTiles.stages_kv, kWorkSlots = 2;
   static constexpr int kBlocks = kTiles.blocks, kConsumers = kTiles.consumers;
-  static constexpr int kRows = kConsumers * kDecodeRows, kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kRows = (kLatents ? 1 : kConsumers) * kDecodeRows, kThreads = (1 + kConsumers) * kWarpgroup;
+  // Warps that are done with queries when they have the scores, and with tiles when they have P V.
+  static constexpr int kScoreWarps = 4 * (kLatents ? 1 : kConsumers), kOutputWarps = 4 * (kLatents ? 2 : kConsumers);
   static constexpr bool kScoresAhead = kTiles.scores_ahead, kMaps = kTiles.maps;
   // A lone block of two warpgroups has more registers than its threads can take.
   static constexpr bool kMovesRegisters = kBlocks * (1 + kConsumers) > 2;
-  static constexpr RegisterShare kRegisters = row_of(kDecodeRegisters, kConsumers);
+  static constexpr DecodeRegisters kRegisters = row_of(kDecodeRegisters, kConsumers);
   using TileQ = SmemTile<kRows, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   static constexpr int kOffsetK = kStagesQ * TileQ::kBytes;
-  static constexpr int kOffsetV = kOffsetK + kStagesKv * TileKv::kBytes;
-  static constexpr int kTileBytes = kOffsetV + kStagesKv * TileKv::kBytes;
+  static constexpr int kOffsetV = kLatents ? kOffsetK : kOffsetK + kStagesKv * TileKv::kBytes;
+  static constexpr int kOffsetP = kOffsetV + kStagesKv * TileKv::kBytes;
+  static constexpr int kTileBytes = kOffsetP + (kLatents ? kWarpgroup * 16 + kDecodeRows * kBlockN * 2 : 0);
   static constexpr int kRestBytes = 448;
   static constexpr int kSharedBytes = kTileBytes + 1024;  // the block aligns its tiles itself
   // A multiprocessor has 228 KB, of which it keeps 1 KB a block.
   static_assert(kBlocks * (kSharedBytes + 1024) <= 228 * 1024, "blocks must fit a Hopper multiprocessor");
-  static_assert(!kMovesRegisters ||
-                    kBlocks * kWarpgroup * (kRegisters.producer + kConsumers * kRegisters.consumer) <= 64 * 1024,
+  static_assert(!kMovesRegisters || kBlocks * kWarpgroup *
+                                            (kRegisters.producer + (kLatents ? 0 : kConsumers) * kRegisters.consumer +
+                                             kRegisters.scores + 2 * kRegisters.outputs) <=
+                                        64 * 1024,
                 "setmaxnreg would wait for ever");
 };
 
@@ -75,11 +100,11 @@ DecodeMaps decode_maps(const DecodeParams<T>& p) {
   return maps;
 }
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_decode() {
   return for_element_types([](auto element) {
     using T = decltype(element);
-    using Config = DecodeConfig<kHeadDim>;
+    using Config = DecodeConfig<kHeadDim, kHeadDimV>;
     const auto run = [](const DecodeParams<T>& p, cudaStream_t stream) {
       const auto kernel =
           p.shape.softcap.exists() ? dualkv_sm90_decode<T, Config, true> : dualkv_sm90_decode<T, Config, false>;
@@ -87,7 +112,7 @@ bool register_decode() {
              Config::kMaps ? decode_maps(p) : DecodeMaps{});
     };
     const TileInfo tiles{Config::kRows, Config::kBlockN, Config::kSharedBytes};
-    add_kernel<DecodeKernel<T>>({Arch::sm90, {kHeadDim, kHeadDim}, tiles}, {run, Config::kBlocks});
+    add_kernel<DecodeKernel<T>>({Arch::sm90, {kHeadDim, kHeadDimV}, tiles}, {run, Config::kBlocks});
   });
 }
 
