@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "sequences": ("tests/kernels/test_properties.py", "test_results_repeat_bit_for_bit", None),
     "trees": ("tests/kernels/test_tree.py", "test_results_repeat_bit_for_bit", None),
     "packs": ("tests/kernels/test_tree.py", "test_packs_repeat_bit_for_bit", (64, 128)),
-    "decode": ("tests/kernels/test_decode.py", "test_results_repeat_bit_for_bit", (64, 128, 256)),
+    "decode": ("tests/kernels/test_decode.py", "test_results_repeat_bit_for_bit", (64, 128, 256, 576)),
 }
 FLAGS = {"NVCC_APPEND_FLAGS": "-DDUALKV_JITTER"}
 

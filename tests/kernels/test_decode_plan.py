@@ -29,7 +29,7 @@ from node_tables import HOSTILE_VALUES
 
 pytestmark = GPU_MARKS
 COLUMNS = {16: 60, 48: 24, 256: 7}  # of pages
-SIZES = [*((page_size, head_dim) for page_size in COLUMNS for head_dim in (64, 128)), (16, 256)]
+SIZES = [*((page_size, head_dim) for page_size in COLUMNS for head_dim in (64, 128)), (16, 256), (48, 576)]
 sizes = pytest.mark.parametrize(("page_size", "head_dim"), SIZES)
 splits = pytest.mark.parametrize("split", [0, 2], ids="split{}".format)
 
