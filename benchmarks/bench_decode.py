@@ -7,23 +7,27 @@
 
 A shape is G x N x P: G prompts of P tokens, stored once, each with N requests that have decoded 1 to 2048 tokens since.
 A layer has 32 query heads and 8 KV heads of 128, bf16, pages of 16 rows in random places, and one query a request,
-unless the name says otherwise (-Hk2: KV heads, -q4: queries, -page256). `ragged` draws P from 2K to 16K, `half` lets
-every other request of a group have ended, `levels` puts two turns of 2K and 1K between the prompt and its requests.
+unless the name says otherwise (-Hk2: KV heads, -q4: queries, -page256, -own128: tokens decoded, -mla16: as many heads
+over latents of 576, of which 512 are the values). `ragged` draws P from 2K to 16K, `half` lets every other request of a
+group have ended, `levels` puts two turns of 2K and 1K between the prompt and its requests.
 
     dualkv           shared_prefix_decode with the trainer's bits, the plan made before
     dualkv_split     the same with walks that are divided (exact="split")
     dualkv_step      both of the plan's default, and the plan, as a model of one layer would run it
-    fa3, fa3_splits  FlashAttention-3 as vLLM 0.26 has it, with one split and with as many as it likes
+    fa3, fa3_splits  FlashAttention-3 as vLLM 0.26 or sglang-kernel has it, with one split and with as many as it likes
     fa3_shuffled     the same with one split, requests in random order
     flashinfer       FlashInfer's paged decode
     cascade          FlashInfer's cascade, which is told the groups; its plan (host) is not counted
+    flashmla         FlashMLA's dense decode of latents, of vLLM, its own package or sglang-kernel; pages of 64
 
-The floor is the bytes of the forest, every page of a prompt once, at the rate at which the same process copies 4 GB.
-Peers are measured where they are installed: VLLM_FA3 names the library of vLLM's FlashAttention-3.
+The floor is the bytes of the forest, every page of a prompt once, at the rate at which the same process copies 4 GB;
+`each_us` those of every request. Peers are measured where they are installed: VLLM_FA3 names the library of
+FlashAttention-3, vLLM's `_vllm_fa3_C` or sglang-kernel's `flash_ops`.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import re
@@ -46,7 +50,11 @@ SHAPES = (
     "16x16x1K", "16x16x8K", "16x16x32K", "64x8x1K", "256x1x8K", "8x32x8K", "1x256x8K", "ragged-16x16", "half-16x16x8K",
     "levels-16x16x4K", "16x16x8K-Hk2", "16x16x8K-Hk1", "16x16x8K-q4", "16x16x8K-page256",
 )  # fmt: skip
-HEADS, HEAD_DIM, LONGEST = 32, 128, 2048
+LATENT_SHAPES = (
+    "16x16x8K-page64-own128-mla16", "16x16x8K-page64-mla16", "256x1x8K-page64-mla16", "16x16x8K-page64-q2-mla16",
+)  # fmt: skip
+LONGEST, LATENTS, VALUES = 2048, 576, 512
+FLASH_MLA = ("vllm.third_party.flashmla.flash_mla_interface", "flash_mla", "sgl_kernel.flash_mla")
 WARM_UP_MS, LAUNCHES = 100.0, 10
 
 
@@ -62,12 +70,26 @@ class Step:
     keys: list[int]
     cuts: list[int]
     trunks: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    heads: int = 32
+    head_dim: int = 128
+    head_dim_v: int = 128
+
+    @property
+    def has_latents(self) -> bool:
+        return self.head_dim_v != self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Of heads of 192 before absorption, or as usual."""
+        return 192**-0.5 if self.has_latents else self.head_dim**-0.5
 
     def tensors(self, columns: int = 0) -> None:
         """On the GPU: caches, queries, lengths, and the table, of that many columns if not as many as are used."""
-        shape = (self.pages, self.page_size, self.kv_heads, HEAD_DIM)
-        self.k, self.v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        self.q = torch.randn(len(self.keys) * self.queries, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        shape = (self.pages, self.page_size, self.kv_heads, self.head_dim)
+        self.k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.v = self.k[..., : self.head_dim_v] if self.has_latents else v
+        rows = len(self.keys) * self.queries
+        self.q = torch.randn(rows, self.heads, self.head_dim, device="cuda", dtype=torch.bfloat16)
         columns = columns or max(map(len, self.tables))
         self.table = ints([row + [0] * (columns - len(row)) for row in self.tables])
         self.seqlens, self.boundaries = ints(self.keys), ints(self.cuts)
@@ -76,8 +98,9 @@ class Step:
     def plan(self, exact: str | None) -> SharedPrefixPlan:
         """An empty plan for steps of this size."""
         return SharedPrefixPlan(
-            *self.table.shape, num_pages=self.pages, max_queries=len(self.q), page_size=self.page_size, num_heads=HEADS,
-            num_kv_heads=self.kv_heads, head_dim=HEAD_DIM, device="cuda", exact=exact,
+            *self.table.shape, num_pages=self.pages, max_queries=len(self.q), page_size=self.page_size,
+            num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v,
+            device="cuda", exact=exact,
         )  # fmt: skip
 
     @property
@@ -87,7 +110,12 @@ class Step:
         rows = len(shared) * self.page_size
         rows += sum(keys - sum(page in shared for page in table) * self.page_size
                     for keys, table in zip(self.keys, self.tables))  # fmt: skip
-        return rows * self.kv_heads * HEAD_DIM * 2 * 2
+        return rows * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key and its value."""
+        return self.kv_heads * (self.head_dim if self.has_latents else 2 * self.head_dim) * 2
 
 
 def ints(values: list[Any]) -> Tensor:
@@ -96,12 +124,15 @@ def ints(values: list[Any]) -> Tensor:
 
 def make_step(name: str, seed: int = 0) -> Step:
     """The step of a name in SHAPES; ValueError for what is none."""
-    found = re.fullmatch(r"(?:(ragged|half|levels)-)?(\d+)x(\d+)(?:x(\d+)K)?(?:-Hk(\d+)|-q(\d+)|-page(\d+))?", name)
+    found = re.fullmatch(r"(?:(ragged|half|levels)-)?(\d+)x(\d+)(?:x(\d+)K)?((?:-(?:Hk|q|page|own|mla)\d+)*)", name)
     if not found or (found[1] == "ragged") == bool(found[4]):
         raise ValueError(f"shape: expected a name such as {', '.join(SHAPES)}, got {name}")
     kind, groups, requests = found[1], int(found[2]), int(found[3])
-    rng, page_size = random.Random(seed), int(found[7] or 16)
-    step = Step(int(found[5] or 8), int(found[6] or 1), page_size, 0, [], [], [])
+    given = {word: int(number) for word, number in re.findall(r"-([A-Za-z]+)(\d+)", found[5])}
+    rng, page_size = random.Random(seed), given.get("page", 16)
+    step = Step(given.get("Hk", 8), given.get("q", 1), page_size, 0, [], [], [])
+    if "mla" in given:
+        step.kv_heads, step.heads, step.head_dim, step.head_dim_v = 1, given["mla"], LATENTS, VALUES
 
     def take(tokens: int) -> list[int]:
         first, step.pages = step.pages, step.pages + -(-tokens // page_size)
@@ -116,7 +147,7 @@ def make_step(name: str, seed: int = 0) -> Step:
         for index in range(requests // 2 if kind == "half" else requests):
             turn, branch = index % len(turns), index % len(branches)
             above = [*trunk, *turns[turn], *branches[branch]]
-            keys = len(above) * page_size + rng.randint(step.queries, LONGEST)
+            keys = len(above) * page_size + given.get("own", rng.randint(step.queries, LONGEST))
             step.tables.append(above + take(keys - len(above) * page_size))
             step.keys.append(keys)
             step.cuts.append(len(above) * page_size)
@@ -140,11 +171,14 @@ Run = Callable[[], Any]  # of which the first result is O
 def dualkv(step: Step) -> Iterator[tuple[str, Run]]:
     offsets = step.cu_seqlens_q if step.queries > 1 else None
     for name, exact in (("dualkv", "trainer"), ("dualkv_split", "split"), ("dualkv_step", None)):
+        if exact == "trainer" and step.has_latents:
+            continue
         plan = step.plan(exact)
         given = step.table, step.seqlens
         update = partial(plan.update, *given, cu_seqlens_q=offsets, boundaries=step.boundaries)
         update()
-        decode = partial(shared_prefix_decode, step.q, step.k, step.v, plan, out=torch.empty_like(step.q))
+        out = step.q.new_empty(*step.q.shape[:2], step.head_dim_v)
+        decode = partial(shared_prefix_decode, step.q, step.k, step.v, plan, softmax_scale=step.scale, out=out)
         yield name, decode if exact else partial(updated, update, decode)
 
 
@@ -158,15 +192,18 @@ def fa3(step: Step) -> Iterator[tuple[str, Run]]:
     if not path:
         return
     torch.ops.load_library(path)
-    operator = torch.ops._vllm_fa3_C.fwd
+    operator = (torch.ops.sgl_kernel if "flash_ops" in path else torch.ops._vllm_fa3_C).fwd
     names = [argument.name for argument in operator.default._schema.arguments]
 
     def call(order: Tensor, splits: int) -> Run:
-        q = step.q.view(len(step.keys), step.queries, HEADS, HEAD_DIM)[order].flatten(0, 1)
+        q, k = step.q.unflatten(0, (len(step.keys), step.queries))[order].flatten(0, 1), step.k
+        out, latent = q.new_empty(*q.shape[:2], step.head_dim_v), None
+        if step.has_latents:  # the columns with positions are what it calls q and k
+            latent, q, k = q[..., :VALUES], q[..., VALUES:], k[..., VALUES:]
         given = {
-            "q": q, "k": step.k, "v": step.v, "out": torch.empty_like(q), "page_table": step.table[order],
+            "q": q, "k": k, "v": step.v, "q_v": latent, "out": out, "page_table": step.table[order],
             "seqused_k": step.seqlens[order], "max_seqlen_q": step.queries, "max_seqlen_k": max(step.keys),
-            "cu_seqlens_q": step.cu_seqlens_q, "softmax_scale": HEAD_DIM**-0.5, "is_causal": True, "num_splits": splits,
+            "cu_seqlens_q": step.cu_seqlens_q, "softmax_scale": step.scale, "is_causal": True, "num_splits": splits,
             "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "is_rotary_interleaved": True,
             "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
         }  # fmt: skip
@@ -184,10 +221,10 @@ def flashinfer(step: Step) -> Iterator[tuple[str, Run]]:
         import flashinfer as library  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         return
-    if step.queries > 1:
+    if step.queries > 1 or step.has_latents:
         return
     workspace = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # one KV head needs 277 MB
-    model = (HEADS, step.kv_heads, HEAD_DIM, step.page_size)
+    model = (step.heads, step.kv_heads, step.head_dim, step.page_size)
 
     def runs(lists: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Offsets, pages, rows of the last page."""
@@ -210,6 +247,27 @@ def flashinfer(step: Step) -> Iterator[tuple[str, Run]]:
         q_data_type=torch.bfloat16,
     )  # fmt: skip
     yield "cascade", lambda: cascade.run(step.q, (step.k, step.v))
+
+
+def flash_mla_library() -> Any:
+    """The first that is installed, or None."""
+    for name in FLASH_MLA:
+        try:
+            return importlib.import_module(name)
+        except (ImportError, OSError):
+            continue
+    return None
+
+
+def flash_mla(step: Step) -> Iterator[tuple[str, Run]]:
+    library = flash_mla_library() if step.has_latents else None
+    if library is None:
+        return
+    q = step.q.unflatten(0, (len(step.keys), step.queries))
+    schedule = library.get_mla_metadata(step.seqlens, step.queries * step.heads, 1)  # and splits
+    given = (q, step.k, step.table, step.seqlens, VALUES, *schedule)
+    decode = partial(library.flash_mla_with_kvcache, *given, softmax_scale=step.scale, causal=True)
+    yield "flashmla", lambda: decode()[0].flatten(0, 1)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -243,18 +301,25 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     step.tensors()
     runs: dict[str, Run] = {}
     failed: dict[str, str] = {}
-    for make in (dualkv, fa3, flashinfer):
+    outs: dict[str, Tensor] = {}
+    for make in (dualkv, fa3, flashinfer, flash_mla):
         try:
-            runs |= dict(make(step))
-        except (RuntimeError, ValueError, TypeError) as error:
+            made = dict(make(step))
+            outs |= {impl: run().float() for impl, run in made.items()}
+            runs |= made
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             failed[make.__name__] = str(error).split("\n")[0]
-    expected = runs["dualkv"]().float()
-    differences = {impl: (run()[: len(expected)].float() - expected).abs().max().item() for impl, run in runs.items()
+    expected = next(iter(outs.values()))
+    differences = {impl: (out[: len(expected)] - expected).abs().max().item() for impl, out in outs.items()
                    if impl != "fa3_shuffled"}  # fmt: skip
-    floor = step.bytes / copy_rate()
+    rate = copy_rate()
+    floor, each = step.bytes / rate, sum(step.keys) * step.row_bytes / rate
     times = median_of(runs, rounds)
-    rows: list[dict[str, Any]] = [{"shape": name, "impl": impl, "us": us, "floor_us": floor, "bytes": step.bytes,
-             "difference": differences.get(impl)} for impl, us in times.items()]  # fmt: skip
+    bounds = {"floor_us": floor, "each_us": each, "bytes": step.bytes}
+    rows: list[dict[str, Any]] = [
+        {"shape": name, "impl": impl, "us": us, **bounds, "difference": differences.get(impl)}
+        for impl, us in times.items()
+    ]
     for impl, text in failed.items():
         print(name, impl, text, flush=True)
     return rows

@@ -62,7 +62,7 @@ def kernel_families(head_dim: int = 0) -> list[str]:
     from flash_attn_dualkv import build_info
 
     capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (9, 0)
-    hopper = capability[0] == 9 and build_info()["head_dims"].get("sm90")
+    hopper = capability[0] == 9 and "90" in build_info()["archs"]
     portable = ["sm80"] if head_dim <= PORTABLE_HEAD_DIM else []
     return [*portable, "sm90"] if hopper else portable
 
