@@ -23,6 +23,14 @@ struct LocatedPages {
   int64_t k, v;
 };
 
+// Some of the columns of a tile, in the order in which they are meant: kCount turns of a thread, or
+// panels. All of them are:
+template <int kCount_>
+struct AllTurns {
+  static constexpr int kCount = kCount_;
+  DUALKV_HD static constexpr int turn(int i) { return i; }
+};
+
 // A thread copies one 16-byte chunk of every kRowsAtOnce-th row, or, where threads are no multiple
 // of the chunks of a row, one of each of its panels.
 template <typename T, class TileQ, class TileKv>
@@ -63,11 +71,12 @@ struct PagedRows {
   __device__ __forceinline__ static uint64_t policy_of(const DecodeItem& item) {
     return item.folds > 0 ? ptx::evict_first() : ptx::evict_normally();
   }
+  template <class Turns = AllTurns<kTurns>>
   __device__ __forceinline__ void copy_k(uint32_t tile, const LocatedPages& at, int kv_head, uint64_t policy) const {
-    copy(tile, p.k, at.k, at.tile, kv_head, policy);
+    copy<Turns>(tile, p.k, at.k, at.tile, kv_head, policy);
   }
   __device__ __forceinline__ void copy_v(uint32_t tile, const LocatedPages& at, int kv_head, uint64_t policy) const {
-    copy(tile, p.v, at.v, at.tile, kv_head, policy);
+    copy<AllTurns<kTurns>>(tile, p.v, at.v, at.tile, kv_head, policy);
   }
 
   // Rows of q that the thread copies of the item's rows from `first` on, kRowsAtOnce apart.
@@ -107,6 +116,7 @@ struct PagedRows {
   // number. So a copy takes six instructions, where addresses row by row took 26: one warp a
   // scheduler issues 10 copies of a tile, and their latency was longer than that of memory. Rows of
   // a page after the last key are never read: the tile gets zeros for them.
+  template <class Turns>
   __device__ __forceinline__ void copy(uint32_t tile, const PagedTensor<const T>& from, int64_t offset,
                                        const DecodeTile& keys, int kv_head, uint64_t policy) const {
     constexpr int kCopies = kPageRows / kRowsAtOnce;  // of a slab, by each thread
@@ -123,7 +133,8 @@ struct PagedRows {
         const int row = first_row + slab * kPageRows + i * kRowsAtOnce;
         if (static_cast<unsigned>(row) >= TileKv::kRows) continue;
 #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
+        for (int j = 0; j < Turns::kCount; ++j) {
+          const int turn = Turns::turn(j);
           const uint32_t to = places[i] + slab * (kPageRows * TileKv::kRowBytes) + turn * TileKv::kPanelBytes;
           ptx::cp_async_16(to, row_source + turn * TileKv::kPanelCols, row < keys.valid, policy);
         }

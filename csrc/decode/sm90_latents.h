@@ -42,10 +42,21 @@ struct LatentScores {
   PipelineState<1> p_state;
   RowProducts<T, TileQ, TileKv, kBlockN / 8, 1> products;
 
-  __device__ __forceinline__ void multiply(Scores& s) {
+  // Three sums of three panels each, of which those of the first part are the first.
+  __device__ __forceinline__ void multiply(Scores& s, bool has_copies) {
     const uint32_t q = varying(shared.q(q_state.stage), k_state.stage);
-    ptx::wgmma_fence();
-    products.issue(s[0], q, shared.k(k_state.stage));
+    const auto order = [](int step) {
+      constexpr int kFirst = LatentPart<0>::kCount;
+      const int panel = step / 4;
+      return (panel < kFirst ? LatentPart<0>::turn(panel) : LatentPart<1>::turn(panel - kFirst)) * 4 + step % 4;
+    };
+    const auto wait_for = [&](int sum) {
+      if (sum > 1) return;
+      shared.k_ready(k_state.stage, sum).wait_full(k_state.phase);
+      if (has_copies) ptx::fence_async_proxy();
+      ptx::wgmma_fence();
+    };
+    products.issue(s[0], q, shared.k(k_state.stage), order, wait_for);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     products.take(s[0]);
@@ -86,10 +97,8 @@ struct LatentScores {
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     if (tiles > 0) shared.queries_ready(q_state.stage).wait_full(q_state.phase);
     for (int step = 0; step < tiles; ++step) {
-      shared.k_ready(k_state.stage).wait_full(k_state.phase);
-      if (step == 0 || is_copied<Config>(maps, item)) ptx::fence_async_proxy();  // queries are copied, too
       Scores s;
-      multiply(s);
+      multiply(s, step == 0 || is_copied<Config>(maps, item));  // queries are copied, too
       k_state.advance();  // the outputs release it
       if constexpr (kSoftcap) cap_scores(s[0], p.shape.softcap);
       rows.mask(s, item, walk.tile(step));
@@ -147,23 +156,32 @@ struct LatentOutputs {
     const float by[1][2] = {{factors[0], factors[1]}};
     if (__any_sync(0xffffffffu, by[0][0] != 1.f || by[0][1] != 1.f)) scale_rows(o, by);
   }
-  // In products of half of the columns: ptxas takes none of 128 sums in a kernel of 512 threads.
+  // In products of half of the columns, after each of which a part of the tile is left. ptxas takes
+  // none of 128 sums in a kernel of 512 threads.
+  static constexpr int kHalf = Rows::kColumns / 2;
+  using Half = float[kHalf / 8][4];
+  __device__ __forceinline__ Half& half_of_o(int half) {
+    return *reinterpret_cast<Half*>(&o[0][half * (kHalf / 8)]);
+  }
   __device__ __forceinline__ void multiply() {
-    constexpr int kHalf = Rows::kColumns / 2;
     const uint32_t v = from_column<TileKv>(shared.v(k_state.stage), rows.column0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      auto& sums = *reinterpret_cast<float(*)[kHalf / 8][4]>(&o[0][half * (kHalf / 8)]);
 #pragma unroll
       for (int step = 0; step < kBlockN / 16; ++step) {
-        ptx::Wgmma<T, kHalf>::template rs<1>(sums, probabilities[step],
+        ptx::Wgmma<T, kHalf>::template rs<1>(half_of_o(half), probabilities[step],
                                              along_rows<TileKv>(from_column<TileKv>(v, half * kHalf), step), true);
       }
+      ptx::wgmma_commit();
     }
-    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::pin(half_of_o(0));
+    shared.k_ready(k_state.stage, 0).release(lane);
     ptx::wgmma_wait<0>();
-    ptx::pin(o[0]);
+    ptx::pin(half_of_o(1));
+    shared.k_ready(k_state.stage, 1).release(lane);
+    k_state.advance();
   }
 
   // How many tiles the item has, and whether they are copied.
@@ -183,11 +201,11 @@ struct LatentOutputs {
   __device__ __forceinline__ void sum(const Walk& walk) {
     for (int step = 0; step < walk.tiles; ++step) {
       receive();
-      shared.k_ready(k_state.stage).wait_full(k_state.phase);  // it is: for its bytes to be seen here
+      for (int part = 0; part < 2; ++part) {  // they are there: for their bytes to be seen here
+        shared.k_ready(k_state.stage, part).wait_full(k_state.phase);
+      }
       if (walk.is_copied) ptx::fence_async_proxy();
       multiply();
-      shared.k_ready(k_state.stage).release(lane);
-      k_state.advance();
     }
   }
   __device__ __forceinline__ void finish(const DecodeWork& work) {

@@ -54,6 +54,7 @@ struct DecodeConfig {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockN = decode_block_n<kHeadDim, kHeadDimV>(kTiles.latents);
   static constexpr bool kLatents = kTiles.latents > 0;
+  static constexpr int kParts = kLatents ? 2 : 1;  // of a tile of K, with a barrier each
   static constexpr int kStagesQ = kTiles.stages_q, kStagesKv = kTiles.stages_kv, kWorkSlots = 2;
   static constexpr int kBlocks = kTiles.blocks, kConsumers = kTiles.consumers;
   static constexpr int kRows = (kLatents ? 1 : kConsumers) * kDecodeRows, kThreads = (1 + kConsumers) * kWarpgroup;

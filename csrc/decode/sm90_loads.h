@@ -3,6 +3,8 @@
 // wherever pages lie, or tensor maps.
 #pragma once
 
+#include <type_traits>
+
 #include "decode/paged_rows.h"
 #include "ptx/memory.h"
 #include "ptx/tma.h"
@@ -20,6 +22,15 @@ struct DecodeMaps {
   bool exist;              // strides may be such that there are none
 
   __device__ __forceinline__ bool load(const DecodeItem& item) const { return exist && item.is_branch(); }
+};
+
+// Panels of a tile of latents that are loaded, and left, together: of V those that the two warpgroups
+// of outputs multiply first (0) or then (1), and with these the columns that are K alone. So half of
+// a tile is loaded while the other half is still multiplied, and scores begin with the first half.
+template <int kPart>
+struct LatentPart {
+  static constexpr int kCount = 4 + kPart;
+  DUALKV_HD static constexpr int turn(int i) { return 2 * kPart + i + (i < 2 ? 0 : 2); }
 };
 
 // An item for one KV head, in a slot of shared memory.
@@ -53,10 +64,10 @@ struct DecodeShared {
     return rows_of(thread) + (1 + step) * kWarpgroup * 16;
   }
   __device__ __forceinline__ PipelineBarrier queries_ready(int stage) const { return barrier(stage); }
-  __device__ __forceinline__ PipelineBarrier k_ready(int stage) const { return barrier(Config::kStagesQ + stage); }
-  __device__ __forceinline__ PipelineBarrier v_ready(int stage) const {
-    return barrier(Config::kStagesQ + Config::kStagesKv + stage);
+  __device__ __forceinline__ PipelineBarrier k_ready(int stage, int part = 0) const {
+    return barrier(Config::kStagesQ + stage * Config::kParts + part);
   }
+  __device__ __forceinline__ PipelineBarrier v_ready(int stage) const { return barrier(kAfterK + stage); }
   __device__ __forceinline__ PipelineBarrier probabilities_ready() const { return v_ready(0); }
   __device__ __forceinline__ PipelineBarrier work_ready(int slot) const { return barrier(kTileStages + slot); }
   __device__ __forceinline__ uint32_t work(int slot) const {
@@ -64,9 +75,8 @@ struct DecodeShared {
   }
 
   __device__ __forceinline__ void init_barriers() const {
-    constexpr int kProbabilities = Config::kStagesQ + Config::kStagesKv;  // of latents
     for (int i = 0; i < kTileStages; ++i) {
-      const bool has_queries = i < Config::kStagesQ, is_loaded = !Config::kLatents || i < kProbabilities;
+      const bool has_queries = i < Config::kStagesQ, is_loaded = !Config::kLatents || i < kAfterK;
       barrier(i).init(has_queries ? Config::kScoreWarps : Config::kOutputWarps,
                       is_loaded ? kWarpgroup : Config::kScoreWarps);
     }
@@ -75,8 +85,8 @@ struct DecodeShared {
   }
 
  private:
-  static constexpr int kTileStages =
-      Config::kStagesQ + Config::kStagesKv + (Config::kLatents ? 1 : Config::kStagesKv);
+  static constexpr int kAfterK = Config::kStagesQ + Config::kStagesKv * Config::kParts;
+  static constexpr int kTileStages = kAfterK + (Config::kLatents ? 1 : Config::kStagesKv);
   static_assert((kTileStages + Config::kWorkSlots) * 16 + Config::kWorkSlots * sizeof(DecodeWork) <= Config::kRestBytes);
   __device__ __forceinline__ PipelineBarrier barrier(int index) const { return {rest + index * 16}; }
 };
@@ -129,12 +139,25 @@ struct DecodeProducer {
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
 
-  __device__ __forceinline__ void load_k(const LocatedPages& at, int kv_head, uint64_t policy) {
-    const PipelineBarrier ready = shared.k_ready(k_state.stage);
-    ready.wait_empty(k_state.phase);
-    rows.copy_k(shared.k(k_state.stage), at, kv_head, policy);
-    ptx::cp_async_arrive(ready.full());
+  // Calls load(panels, barrier) for each part of the next tile of K.
+  template <class Load>
+  __device__ __forceinline__ void each_part(Load load) {
+    if constexpr (Config::kLatents) {
+      static_assert(Config::kParts == 2 && TileKv::kPanels == 9, "as LatentPart has them");
+      load(LatentPart<0>(), shared.k_ready(k_state.stage, 0));
+      load(LatentPart<1>(), shared.k_ready(k_state.stage, 1));
+    } else {
+      load(AllTurns<TileKv::kPanels>(), shared.k_ready(k_state.stage));
+    }
     k_state.advance();
+  }
+  __device__ __forceinline__ void load_k(const LocatedPages& at, int kv_head, uint64_t policy) {
+    each_part([&](auto part, const PipelineBarrier& ready) {
+      using Turns = std::conditional_t<Config::kLatents, decltype(part), AllTurns<decltype(rows)::kTurns>>;
+      ready.wait_empty(k_state.phase);
+      rows.template copy_k<Turns>(shared.k(k_state.stage), at, kv_head, policy);
+      ptx::cp_async_arrive(ready.full());
+    });
   }
   __device__ __forceinline__ void load_v(const LocatedPages& at, int kv_head, uint64_t policy) {
     if constexpr (Config::kLatents) return;
@@ -162,27 +185,25 @@ struct DecodeProducer {
     q_state.advance();
   }
 
-  // The lanes of the first warp load a box of the tile each, as often as there are more; all threads
-  // arrive.
-  static constexpr int kSlabs = TileKv::kRows / kPageRows, kBoxes = kSlabs * TileKv::kPanels;
-  static_assert((kBoxes <= 32 || 32 % kSlabs == 0) && TileKv::kRows % kPageRows == 0, "a lane has one slab");
-  __device__ __forceinline__ void load_box(PipelineBarrier ready, int phase, uint32_t tile, const CUtensorMap& map,
-                                           const FetchedPages& at, int64_t rows_of_page, int kv_head) const {
-    const int slab = thread % kSlabs;
+  // The first lanes load one box of the panels each; all threads arrive.
+  static constexpr int kSlabs = TileKv::kRows / kPageRows;
+  template <class Panels>
+  __device__ __forceinline__ void load_box(Panels, PipelineBarrier ready, int phase, uint32_t tile,
+                                           const CUtensorMap& map, const FetchedPages& at, int64_t rows_of_page,
+                                           int kv_head) const {
+    constexpr int kBoxes = kSlabs * Panels::kCount;
+    static_assert(kBoxes <= 32 && TileKv::kRows % kPageRows == 0);
+    const int slab = thread % kSlabs, panel = Panels::turn(thread / kSlabs);
     ready.wait_empty(phase);
     if (thread == 0) {
-      ready.expect(TileKv::kBytes);
+      ready.expect(Panels::kCount * TileKv::kPanelBytes);
     } else {
       ptx::mbarrier_arrive(ready.full());
     }
     __syncwarp();
-#pragma unroll
-    for (int first = 0; first < kBoxes; first += 32) {
-      if (thread >= min_int(kBoxes - first, 32)) return;
-      const int panel = (first + thread) / kSlabs;
-      ptx::tma_load_3d(tile + panel * TileKv::kPanelBytes + slab * (kPageRows * TileKv::kRowBytes), map, ready.full(),
-                       panel * TileKv::kPanelCols, kv_head, rows.row_of(at, rows_of_page));
-    }
+    if (thread >= kBoxes) return;
+    ptx::tma_load_3d(tile + panel * TileKv::kPanelBytes + slab * (kPageRows * TileKv::kRowBytes), map, ready.full(),
+                     panel * TileKv::kPanelCols, kv_head, rows.row_of(at, rows_of_page));
   }
   __device__ __forceinline__ void load_boxes(const DecodeItem& item, int kv_head, const DecodeWalk& walk, int tiles) {
     const auto fetch = [&](int step) {  // the first warp's
@@ -191,17 +212,18 @@ struct DecodeProducer {
     FetchedPages next = fetch(0), before{};
     load_queries(item, kv_head);
     const auto load_v = [&] {
-      if constexpr (Config::kLatents) return;
-      load_box(shared.v_ready(v_state.stage), v_state.phase, shared.v(v_state.stage), maps.v, before, maps.v_rows,
-               kv_head);
-      v_state.advance();
+      if constexpr (!Config::kLatents) {
+        load_box(AllTurns<TileKv::kPanels>(), shared.v_ready(v_state.stage), v_state.phase, shared.v(v_state.stage),
+                 maps.v, before, maps.v_rows, kv_head);
+        v_state.advance();
+      }
     };
     for (int step = 0; step < tiles; ++step) {
       const FetchedPages now = next;
       next = fetch(step + 1);
-      load_box(shared.k_ready(k_state.stage), k_state.phase, shared.k(k_state.stage), maps.k, now, maps.k_rows,
-               kv_head);
-      k_state.advance();
+      each_part([&](auto panels, const PipelineBarrier& ready) {
+        load_box(panels, ready, k_state.phase, shared.k(k_state.stage), maps.k, now, maps.k_rows, kv_head);
+      });
       if (step > 0) load_v();
       before = now;
     }

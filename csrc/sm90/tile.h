@@ -54,10 +54,16 @@ struct RowProducts {
   float beside[kSums > 1 ? kBeside : 1][kN8][4];
 
   // Issues the products; the caller commits. If not all sums fit in registers nothing else may be
-  // in flight: issue() then waits for two sums before it issues the third.
+  // in flight: issue() then waits for two sums before it issues the third. Columns may be taken in
+  // another order, and before(sum) wait for those of a sum.
   __device__ __forceinline__ void issue(float (&acc)[kN8][4], uint32_t x, uint32_t y) {
+    issue(acc, x, y, [](int step) { return step; }, [](int) {});
+  }
+  template <class Order, class Before>
+  __device__ __forceinline__ void issue(float (&acc)[kN8][4], uint32_t x, uint32_t y, Order order, Before before) {
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
+      before(sum);
       if (sum > kBeside) {
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
@@ -67,8 +73,8 @@ struct RowProducts {
 #pragma unroll
       for (int step = sum * kStepsOfSum; step < kSteps && step < (sum + 1) * kStepsOfSum; ++step) {
         ptx::Wgmma<T, kN8 * 8>::template ss<0, 0>(sum == 0 ? acc : beside[(sum - 1) % kBeside],
-                                                  along_columns<TileX>(x, step), along_columns<TileY>(y, step),
-                                                  step > sum * kStepsOfSum);
+                                                  along_columns<TileX>(x, order(step)),
+                                                  along_columns<TileY>(y, order(step)), step > sum * kStepsOfSum);
       }
     }
   }
