@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forests import Forest, forest, ints
+from forests import LATENTS, Forest, forest, ints
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan, append_kv, flash_attn_with_kvcache
@@ -240,3 +240,14 @@ def test_append_of_nothing() -> None:
     append_kv(none, none, step.k_cache, step.v_cache, step.block_table, ints(*step.seqlens))
     append_kv(none, none, step.k_cache, step.v_cache, step.block_table[:0], ints())
     torch.testing.assert_close(step.k_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_latents_need_a_plan() -> None:
+    """With one O has the values' columns; without, and to append, caches of two widths are refused."""
+    step = forest(3, requests=4, **LATENTS)
+    given = (step.q[:, None], step.k_cache, step.v_cache)
+    out = flash_attn_with_kvcache(*given, softmax_scale=0.3, plan=step.plan())
+    expected, _ = step.expected(scale=0.3)
+    torch.testing.assert_close(out[:, 0], expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="^v_cache: expected shape"):
+        flash_attn_with_kvcache(*given, softmax_scale=0.3, cache_seqlens=4, block_table=step.block_table)

@@ -373,23 +373,29 @@ def test_rows_of_nobody(options: dict[str, Any], kernels: str) -> None:
 
 
 @needs_gpu
-@modes
-def test_graph(exact: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "exact"),
+    [(CASES[0], "trainer"), (CASES[0], "split"), ((576, 16, "latents", 1, torch.bfloat16, {"scale": 0.1}), "split")],
+    ids=["trainer", "split", "latents"],
+)
+def test_graph(case: tuple[Any, ...], exact: str) -> None:
     """A captured step is replayed with other lengths, pages and forests."""
-    steps = [random_step(CASES[0], seed)[0] for seed in range(30, 34)]
+    steps = [random_step(case, seed)[0] for seed in range(30, 34)]
     columns, pages = (max(getattr(one, name).shape[axis] for one in steps) for name, axis in
                       (("block_table", 1), ("k_cache", 0)))  # fmt: skip
-    requests = len(steps[0].seqlens)
+    requests, (heads, kv_heads) = len(steps[0].seqlens), HEADS[case[0]]
+    k, v = (one.new_zeros(pages, *one.shape[1:]) for one in (steps[0].k_cache, steps[0].v_cache))
+    caches = steps[0].with_caches(k, v).k_cache, steps[0].with_caches(k, v).v_cache
     plan = SharedPrefixPlan(
-        requests, columns, num_pages=pages, page_size=16, num_heads=8, num_kv_heads=2, head_dim=64, device=DEVICE,
-        exact=exact,
+        requests, columns, num_pages=pages, page_size=16, num_heads=heads, num_kv_heads=kv_heads, head_dim=case[0],
+        head_dim_v=v.shape[3], device=DEVICE, exact=exact,
     )  # fmt: skip
-    q, caches = torch.empty_like(steps[0].q), steps[0].k_cache.new_zeros(2, pages, 16, 2, 64)
+    q = torch.empty_like(steps[0].q)
     table, seqlens = (torch.zeros(requests, *shape, dtype=torch.int32, device=DEVICE) for shape in ((columns,), ()))
 
     def run() -> tuple[Tensor, ...]:
         plan.update(table, seqlens)
-        return shared_prefix_decode(q, *caches, plan, return_lse=True)
+        return shared_prefix_decode(q, *caches, plan, softmax_scale=case[-1].get("scale"), return_lse=True)
 
     graph, (out, lse) = captured(run)
     for step in steps:
@@ -399,6 +405,6 @@ def test_graph(exact: str) -> None:
             cache.fill_(torch.nan)[: len(given)] = given
         seqlens.copy_(ints(*step.seqlens))
         graph.replay()
-        expected, expected_lse = decode(step, {}, exact=exact)
+        expected, expected_lse = decode(step, case[-1], exact=exact)
         oracle.assert_bits_equal("out", out, expected)
         oracle.assert_bits_equal("lse", lse, expected_lse)
