@@ -18,16 +18,15 @@ group have ended, `levels` puts two turns of 2K and 1K between the prompt and it
     fa3_shuffled     the same with one split, requests in random order
     flashinfer       FlashInfer's paged decode
     cascade          FlashInfer's cascade, which is told the groups; its plan (host) is not counted
-    flashmla         FlashMLA's dense decode of latents, of vLLM, its own package or sglang-kernel; pages of 64
+    flashmla         FlashMLA's dense decode of latents as vLLM has it, pages of 64; its schedule is not counted
 
 The floor is the bytes of the forest, every page of a prompt once, at the rate at which the same process copies 4 GB;
 `each_us` those of every request. Peers are measured where they are installed: VLLM_FA3 names the library of
-FlashAttention-3, vLLM's `_vllm_fa3_C` or sglang-kernel's `flash_ops`.
+FlashAttention-3, vLLM's `_vllm_fa3_C` or sglang-kernel's `flash_ops`, FLASH_MLA vLLM's `_flashmla_C`.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import re
@@ -54,7 +53,6 @@ LATENT_SHAPES = (
     "16x16x8K-page64-own128-mla16", "16x16x8K-page64-mla16", "256x1x8K-page64-mla16", "16x16x8K-page64-q2-mla16",
 )  # fmt: skip
 LONGEST, LATENTS, VALUES = 2048, 576, 512
-FLASH_MLA = ("vllm.third_party.flashmla.flash_mla_interface", "flash_mla", "sgl_kernel.flash_mla")
 WARM_UP_MS, LAUNCHES = 100.0, 10
 
 
@@ -205,7 +203,7 @@ def fa3(step: Step) -> Iterator[tuple[str, Run]]:
             "seqused_k": step.seqlens[order], "max_seqlen_q": step.queries, "max_seqlen_k": max(step.keys),
             "cu_seqlens_q": step.cu_seqlens_q, "softmax_scale": step.scale, "is_causal": True, "num_splits": splits,
             "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "is_rotary_interleaved": True,
-            "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
+            "sm_margin": 0, "attention_chunk": 0, "cp_world_size": 1, "cp_rank": 0,
         }  # fmt: skip
         arguments = [given.get(name) for name in names]
         return lambda: operator(*arguments)[0]
@@ -249,25 +247,16 @@ def flashinfer(step: Step) -> Iterator[tuple[str, Run]]:
     yield "cascade", lambda: cascade.run(step.q, (step.k, step.v))
 
 
-def flash_mla_library() -> Any:
-    """The first that is installed, or None."""
-    for name in FLASH_MLA:
-        try:
-            return importlib.import_module(name)
-        except (ImportError, OSError):
-            continue
-    return None
-
-
 def flash_mla(step: Step) -> Iterator[tuple[str, Run]]:
-    library = flash_mla_library() if step.has_latents else None
-    if library is None:
+    path = os.environ.get("FLASH_MLA")
+    if not path or not step.has_latents:
         return
+    torch.ops.load_library(path)
+    operator = torch.ops._flashmla_C.dense_decode_fwd
     q = step.q.unflatten(0, (len(step.keys), step.queries))
-    schedule = library.get_mla_metadata(step.seqlens, step.queries * step.heads, 1)  # and splits
-    given = (q, step.k, step.table, step.seqlens, VALUES, *schedule)
-    decode = partial(library.flash_mla_with_kvcache, *given, softmax_scale=step.scale, causal=True)
-    yield "flashmla", lambda: decode()[0].flatten(0, 1)
+    given = (q, step.k, VALUES, step.seqlens, step.table, step.scale, True)
+    *_, schedule, splits = operator(*given, None, None, None)
+    yield "flashmla", lambda: operator(*given, schedule, splits, None)[0].flatten(0, 1)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
