@@ -62,8 +62,10 @@ __global__ void __launch_bounds__(kWarps * 32) dualkv_decode_combine(const Decod
 template <typename T, int kHeadDim>
 void launch_combine(const DecodeCombineArgs<T>& args, cudaStream_t stream) {
   const int blocks = static_cast<int>(ceil_div(int64_t{args.shape.q_rows} * args.shape.num_heads, int64_t{kWarps}));
-  launch_early(args.pairs == 2 ? &dualkv_decode_combine<T, kHeadDim, 2> : &dualkv_decode_combine<T, kHeadDim, 1>,
-               blocks, kWarps * 32, 0, args, stream);
+  constexpr int kMostPairs = state_pairs(Arch::sm90, kHeadDim);
+  const auto kernel =
+      args.pairs > 1 ? &dualkv_decode_combine<T, kHeadDim, kMostPairs> : &dualkv_decode_combine<T, kHeadDim, 1>;
+  launch_early(kernel, blocks, kWarps * 32, 0, args, stream);
 }
 
 }  // namespace

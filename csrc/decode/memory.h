@@ -37,7 +37,8 @@ struct DecodeMemory {
     for (int** array : {&plan.parents, &plan.shared_columns}) *array = scratch.take(requests);
     plan.forest = scratch.take(int64_t{kForestInts} * requests);
     DecodeLists& lists = plan.lists;
-    const int64_t split_keys = asked.split_keys < 0 ? decode_split_keys(asked.max_keys, dims_of(asked)) : asked.split_keys;
+    const bool chooses = asked.split_keys < 0;
+    const int64_t split_keys = chooses ? decode_split_keys(asked.max_keys, dims_of(asked)) : asked.split_keys;
     plan.splits = {static_cast<int>(ceil_div(split_keys, int64_t{block_n}))};
     states.per_row = most_splits(asked, plan.splits, block_n);
     lists.alone_capacity = leaves, lists.shared_capacity = leaves * (states.per_row + kLevels);
