@@ -26,13 +26,12 @@ from toolchain import BuildError, KernelSource, find_nvcc, parallel_jobs, run_pa
 
 # What stands in "source: kernel for arch". These bytes are outside of main loops; only the portable
 # forward at d = 128 reads six words once an iteration, before a barrier. Decoding at d = 256 keeps
-# five words of an item there, and of latents the number of items.
+# five words of an item there.
 ALLOWED_BYTES = {
     "dualkv_convert_sm": 8,
     "d192: dualkv_convert_sm80": 16,
     "sm80_forward_d128": 32,
     "sm90_decode_d256": 20,
-    "sm90_decode_d576v512": 8,
 }
 ALLOWED_PTXAS_CODES = ("C7519",)
 

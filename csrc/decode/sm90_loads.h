@@ -168,8 +168,8 @@ struct DecodeProducer {
     v_state.advance();
   }
   __device__ __forceinline__ void load_queries(const DecodeItem& item, int kv_head) {
-    // Fewer at a time where the producers have 40 registers.
-    constexpr int kSteps = decltype(rows)::kQuerySteps / (Config::kConsumers > 1 ? 4 : 1);
+    // At most four at a time where the producers have 40 registers.
+    constexpr int kSteps = min_int(decltype(rows)::kQuerySteps, Config::kConsumers > 1 ? 4 : kDecodeRows);
     constexpr int kFound = kSteps * decltype(rows)::kRowsAtOnce;
     int found[kSteps];
     rows.find_queries(item, found);
