@@ -221,7 +221,7 @@ def test_decode(capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes as bench_decode.py counts those of one layer, of requests that have half of their responses."""
     step = bench_decode.make_step("16x16x8K")
     responses = [2 * (keys - cut) for keys, cut in zip(step.keys[:16], step.cuts)]
-    shape = ModelShape(1, 64, 64, bench_decode.HEADS, step.kv_heads, bench_decode.HEAD_DIM)
+    shape = ModelShape(1, 64, 64, step.heads, step.kv_heads, step.head_dim)
     alone = bench_decode.Step(8, 1, 16, 0, step.tables[:16], step.keys[:16], step.cuts[:16], step.trunks[:1])
     found = predict.predict_decode(8192, responses, shape, 1e12)
     assert found.shared_gb == pytest.approx(alone.bytes / 1e9) and found.shared_ms == pytest.approx(found.shared_gb)
