@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Norms, experts and gated delta nets for Megatron's models without Transformer Engine and apex."""
+"""Norms, experts, gated delta nets and hybrid stacks for Megatron's models without Transformer Engine and apex."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid import hybrid_block
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,7 +42,8 @@ def local_norms() -> Iterator[None]:
             one.sequence_parallel = config.sequence_parallel
         return made
 
-    with patch.object(WrappedTorchNorm, "__new__", norm):
+    # A hybrid stack has Transformer Engine's norm at its end, whatever its specification says.
+    with patch.object(WrappedTorchNorm, "__new__", norm), patch.object(hybrid_block, "TENorm", WrappedTorchNorm):
         yield
 
 
@@ -78,3 +87,31 @@ def with_delta_net(layer: Any) -> Any:
     parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
     mixer = ModuleSpec(GatedDeltaNet, submodules=parts)
     return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, self_attention=mixer))
+
+
+def hybrid_spec(**mixer: Any) -> Any:
+    """The specification of a `HybridModel`'s layers, of Megatron's local ones.
+
+    Args:
+        mixer: further arguments of its Mamba mixers.
+    """
+    parts = MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    mamba = MambaLayerSubmodules(
+        norm=WrappedTorchNorm, mixer=ModuleSpec(MambaMixer, params=mixer, submodules=parts),
+        mamba_bda=get_bias_dropout_add,
+    )  # fmt: skip
+    dense, experts = (get_gpt_layer_local_spec(num_experts=some, normalization="RMSNorm") for some in (None, 2))
+    no_attention = dict(input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
+    no_mlp = dict(pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+
+    def without(layer: Any, module: Any, parts: dict[str, Any]) -> Any:
+        return ModuleSpec(module, submodules=dataclasses.replace(layer.submodules, **parts))
+
+    layers = hybrid_block.HybridStackSubmodules(
+        mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
+        attention_layer=without(dense, TransformerLayer, no_mlp),
+        gdn_layer=without(with_delta_net(dense), TransformerLayer, no_mlp),
+        mlp_layer=without(dense, MLPLayer, no_attention),
+        moe_layer=without(experts, TransformerLayer, no_attention),
+    )
+    return ModuleSpec(hybrid_block.HybridStack, submodules=layers)

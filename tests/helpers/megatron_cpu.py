@@ -140,6 +140,97 @@ def fla_in_pytorch() -> Iterator[None]:
         yield
 
 
+def mamba_chunk_scan_combined(
+    x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any = None, z: Any = None, dt_bias: Any = None,
+    initial_states: Any = None, seq_idx: Any = None, cu_seqlens: Any = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    return_varlen_states: bool = False, state_dtype: Any = None,
+) -> Any:  # fmt: skip
+    """mamba-ssm's, over all rows at once: x, z (b, T, H, p), dt (b, T, H), B, C (b, T, G, n) -> (b, T, H, p)."""
+    assert seq_idx is None and cu_seqlens is None and not return_varlen_states and chunk_size > 0
+    dt = dt.float() if dt_bias is None else dt.float() + dt_bias
+    dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    B, C = (one.repeat_interleave(x.shape[2] // one.shape[2], 2).to(dt.dtype) for one in (B, C))
+    decay = (dt * A).cumsum(1)
+    between = decay[:, :, None] - decay[:, None]
+    later = torch.ones(2 * x.shape[1:2], dtype=torch.bool).triu(1)[:, :, None]
+    weights = torch.einsum("bthn,bshn->btsh", C, B) * between.masked_fill(later, -torch.inf).exp()
+    steps = x.to(dt.dtype) * dt[..., None]
+    out = torch.einsum("btsh,bshp->bthp", weights, steps)
+    last = torch.einsum("bshn,bsh,bshp->bhpn", B, (decay[:, -1:] - decay).exp(), steps)
+    if initial_states is not None:
+        out = out + torch.einsum("bthn,bth,bhpn->bthp", C, decay.exp(), initial_states.to(dt.dtype))
+        last = last + decay[:, -1].exp()[..., None, None] * initial_states
+    if D is not None:
+        out = out + x * (D if D.dim() == 2 else D[:, None])
+    out = (out if z is None else out * functional.silu(z)).to(x.dtype)
+    last = last if state_dtype is None else last.to(state_dtype)
+    return (out, last) if return_final_states else out
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Any, conv1d_weight: Any, conv1d_bias: Any, dt_bias: Any, A: Any, D: Any, chunk_size: int,
+    initial_states: Any = None, seq_idx: Any = None, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False, activation: str = "silu", rmsnorm_weight: Any = None, rmsnorm_eps: float = 1e-6,
+    outproj_weight: Any = None, outproj_bias: Any = None, headdim: int | None = None, ngroups: int = 1,
+    norm_before_gate: bool = True, state_dtype: Any = None,
+) -> Any:  # fmt: skip
+    """mamba-ssm's, without its norm and projection: (b, T, z + x + B + C + dt) -> (b, T, H p)."""
+    assert initial_states is None and rmsnorm_weight is None and outproj_weight is None and not return_final_states
+    heads, headdim = D.shape if D.dim() == 2 else (len(D), headdim)
+    if seq_idx is not None and len(lengths := seq_idx[0].unique_consecutive(return_counts=True)[1]) > 1:
+        given: Any = dict(D=D, chunk_size=chunk_size, activation=activation, headdim=headdim, ngroups=ngroups)
+        parts = zxbcdt.split(lengths.tolist(), 1)
+        parameters = conv1d_weight, conv1d_bias, dt_bias, A
+        return torch.cat([mamba_split_conv1d_scan_combined(one, *parameters, **given) for one in parts], 1)
+    channels = len(conv1d_weight)
+    z, xbc, dt = zxbcdt.split([heads * headdim, channels, heads], -1)
+    xbc = causal_conv1d_fn(xbc.transpose(1, 2), conv1d_weight, conv1d_bias, activation=activation).transpose(1, 2)
+    x, B, C = xbc.split([heads * headdim, *[(channels - heads * headdim) // 2] * 2], -1)
+    x, z = (one.unflatten(-1, (heads, headdim)) for one in (x, z))
+    B, C = (one.unflatten(-1, (ngroups, -1)) for one in (B, C))
+    options: Any = dict(dt_bias=dt_bias, dt_softplus=True, dt_limit=dt_limit, state_dtype=state_dtype)
+    return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D, z, **options).flatten(2)
+
+
+def causal_conv1d_fn(x: Any, weight: Any, bias: Any = None, activation: str | None = None, **_: Any) -> Any:
+    """causal-conv1d's: x (b, C, T), weight (C, K) -> (b, C, T)."""
+    return _causal_conv1d(x.transpose(1, 2), weight, bias, activation)[0].transpose(1, 2)
+
+
+for _function in (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined):
+    _function.__module__ = "mamba_ssm.ops.triton.ssd_combined"  # so that they are called as those are
+
+
+class _GatedRMSNorm(torch.nn.Module):
+    """Megatron's over mamba-ssm's, as it is called: of groups of channels, without gates."""
+
+    def __init__(
+        self, hidden: int, *, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: Any
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x: Any) -> Any:
+        groups = x.unflatten(-1, (-1, self.group_size))
+        return functional.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight
+
+
+@contextlib.contextmanager
+def mamba_in_pytorch() -> Iterator[None]:
+    """Megatron's Mamba mixers without mamba-ssm and causal-conv1d, whose kernels need a GPU."""
+    from megatron.core.ssm import mamba_mixer
+
+    functions = (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, causal_conv1d_fn)
+    own = {function.__name__: function for function in functions}
+    own |= dict(HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GatedRMSNorm, is_mamba_min_version=lambda _: True)
+    with patch.multiple(mamba_mixer, **own, is_causal_conv1d_min_version=lambda _: True):
+        # Versions of Megatron before 0.19 have no argument for the type of states.
+        with patch.object(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", True, create=True):
+            yield
+
+
 @contextlib.contextmanager
 def without_a_gpu() -> Iterator[None]:
     """What Megatron asks of PyTorch and its own functions that need a GPU."""
@@ -162,6 +253,7 @@ def without_a_gpu() -> Iterator[None]:
         stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
         stack.enter_context(fla_in_pytorch())
+        stack.enter_context(mamba_in_pytorch())
         stack.enter_context(_CudaIsCpu())
         # Recomputation in a backward is outside of modes.
         stock = fused_softmax.get_sliding_window_causal_mask

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_layers import local_norms, with_delta_net
+from megatron_layers import hybrid_spec, local_norms, with_delta_net
 from torch import Tensor, nn
 
 from flash_attn_dualkv import PackedBatch, pack_prefix_tree, pack_shared_prompts
@@ -25,8 +25,10 @@ warnings.filterwarnings("ignore", module="megatron")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 megatron = importlib.import_module("flash_attn_dualkv.integrations.megatron")
 
+from megatron.core.activations import squared_relu  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # noqa: E402
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
@@ -57,12 +59,19 @@ _DELTA_NET = dict(
     linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=4, linear_num_key_heads=2,
     linear_num_value_heads=4,
 )  # fmt: skip
+_MAMBA = dict(mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=4)
+_NEMOTRON = dict(
+    _MAMBA, num_layers=8, gated_linear_unit=False, activation_func=squared_relu, num_moe_experts=4, moe_router_topk=2,
+    moe_ffn_hidden_size=16, moe_router_load_balancing_type="none", moe_router_dtype="fp32",
+    moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0,
+    moe_shared_expert_intermediate_size=16,
+)  # fmt: skip
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model: options of its configuration, of its layers and of GPTModel."""
+    """A kind of model: options of its configuration, of its layers and of GPTModel, or of HybridModel."""
 
     config: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +117,13 @@ KINDS = {
         ),
         model=dict(rotary_percent=0.25),
     ),
+    # Stages of two ranks and two virtual stages.
+    "nemotron": Kind(_NEMOTRON, model=dict(hybrid_layer_pattern="M-|M*|ME|M-", position_embedding_type="none")),
+    "mamba, rotary, tied": Kind(
+        dict(_MAMBA, num_layers=4),
+        dict(rmsnorm=False, D_has_hdim=True, chunk_size=16),
+        dict(hybrid_layer_pattern="M*M-", share_embeddings_and_output_weights=True),
+    ),
     "latent": Kind(dict(_LATENT, rope_type="rope"), dict(multi_latent_attention=True, qk_layernorm=True)),
     "latent, yarn": Kind(dict(_LATENT, rope_type="yarn"), dict(multi_latent_attention=True, qk_layernorm=True)),
     "latent, yarn, experts": Kind(
@@ -128,8 +144,16 @@ def tiny_config(kind: str, **options: Any) -> Any:
 
 
 def tiny_chunk(kind: str, config: Any, **options: Any) -> Any:
-    """A GPTModel, or a stage of one, whose parameters have the values of their names."""
+    """A GPTModel or HybridModel, or a stage of one, whose parameters have the values of their names."""
     own = KINDS[kind]
+    defaults: dict[str, Any] = dict(position_embedding_type="rope", vocab_size=VOCABULARY, max_sequence_length=128)
+    options = {**defaults, **own.model, **options}
+    if "hybrid_layer_pattern" in options:
+        if config.virtual_pipeline_model_parallel_size is None:  # stages of equally many layers
+            options["hybrid_layer_pattern"] = options["hybrid_layer_pattern"].replace("|", "")
+        with local_norms():
+            model = HybridModel(config, hybrid_spec(**own.spec), **options)
+        return _filled(model)
     latent = own.spec.get("multi_latent_attention", False)
     # The local attention takes neither MLA nor context parallelism.
     is_shared = latent or config.context_parallel_size > 1
@@ -149,9 +173,11 @@ def tiny_chunk(kind: str, config: Any, **options: Any) -> Any:
             spec.layer_specs = [
                 with_delta_net(layer) if linear else layer for layer, linear in zip(spec.layer_specs, own_layers)
             ]
-    defaults: dict[str, Any] = dict(position_embedding_type="rope", vocab_size=VOCABULARY, max_sequence_length=128)
     with local_norms():
-        model = GPTModel(config=config, transformer_layer_spec=spec, **{**defaults, **own.model, **options})
+        return _filled(GPTModel(config=config, transformer_layer_spec=spec, **options))
+
+
+def _filled(model: Any) -> Any:
     for name, one in model.named_parameters():
         fill(name, one)
     return model.train()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prepares built models for packed rows: core attentions, gated delta nets, RoPE, and a guard around every forward."""
+"""Prepares built models for packed rows: core attentions, recurrences, RoPE, and a guard around every forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAtt
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -28,10 +31,10 @@ from ...packed_attention import BACKENDS
 from ...parallel.context import ContextLayout
 from ..common.versions import MEGATRON_CORE
 from .attention import AttentionSettings, OnPackedRows
-from .delta_net import OnNodes, prepare
 from .params import SharedPackedSeqParams
+from .recurrent import ON_NODES, prepare
 from .rotary import OfPositions
-from .support import check_config, check_delta_nets, check_training
+from .support import check_config, check_delta_nets, check_mamba, check_training
 
 # Classes whose forward is known, and may be inherited: subclasses with another forward compute
 # something else.
@@ -45,13 +48,14 @@ _LAYERS = "dualkv_layers"
 def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "auto") -> None:
     """Prepare a model for `SharedPackedSeqParams`, before or after it is wrapped; calls without them do not change.
 
-    Core attentions, gated delta nets and RoPE get a class of their own, with the parameters, names and checkpoints of
-    the stock one, and each chunk hooks that check what a packed call passes and that every layer has got its layout.
+    Core attentions, gated delta nets, Mamba mixers and RoPE get a class of their own, with the parameters, names and
+    checkpoints of the stock one, as a `HybridModel` does, and each chunk hooks that check what a packed call passes and
+    that every layer has got its layout.
     Installing twice changes nothing but the backend.
 
     Args:
-        model_chunks: a `GPTModel`, the list of this rank's chunks (virtual pipeline stages), or whatever wraps them:
-            Float16Module, DistributedDataParallel, a multimodal model with one `GPTModel` inside.
+        model_chunks: a `GPTModel` or `HybridModel`, the list of this rank's chunks (virtual pipeline stages), or
+            whatever wraps them: Float16Module, DistributedDataParallel, a multimodal model with one of them inside.
         backend: of `shared_prompt_attention`: "reference" computes fp32 models on a GPU, slowly.
 
     Raises:
@@ -60,28 +64,30 @@ def install(model_chunks: nn.Module | Iterable[nn.Module], *, backend: str = "au
     """
     checks.choice("backend", backend, BACKENDS)
     given = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    chunks = [_gpt_model(chunk) for chunk in given]
+    chunks = [_language_model(chunk) for chunk in given]
     # All checks first: a model is prepared as a whole or not at all.
     prepared = [(chunk, *_mixers(chunk), _rotaries(chunk)) for chunk in chunks]
     settings = [[AttentionSettings.of(attention, backend) for attention in found] for _, found, _, _ in prepared]
-    prepare([layer for _, _, delta_nets, _ in prepared for layer in delta_nets])
-    for (chunk, attentions, delta_nets, rotaries), of_layers in zip(prepared, settings):
+    prepare([layer for _, _, recurrences, _ in prepared for layer in recurrences])
+    for (chunk, attentions, recurrences, rotaries), of_layers in zip(prepared, settings):
         for attention, own in zip(attentions, of_layers):
             _extend(attention.core_attention, OnPackedRows)
             attention.core_attention.dualkv = own
-        for layer in delta_nets:
-            _extend(layer, OnNodes)
+        for layer in recurrences:
+            _extend(layer, next(mixin for kind, mixin in ON_NODES.items() if isinstance(layer, kind)))
         for rotary in rotaries:
             _extend(rotary, OfPositions)
+        if isinstance(chunk, HybridModel):
+            _extend(chunk, WithOutputProcessor)
         if not hasattr(chunk, _LAYERS):
             chunk.register_forward_pre_hook(_before, with_kwargs=True)
             chunk.register_forward_hook(_after, always_call=True)
-        setattr(chunk, _LAYERS, len(attentions) + len(delta_nets))
+        setattr(chunk, _LAYERS, len(attentions) + len(recurrences))
 
 
 def installed_chunk(model: nn.Module) -> Any:
-    """The `GPTModel` inside of a chunk; SharedPromptError if it is not installed."""
-    chunk = _gpt_model(model)
+    """The `GPTModel` or `HybridModel` inside of a chunk; SharedPromptError if it is not installed."""
+    chunk = _language_model(model)
     if not hasattr(chunk, _LAYERS):
         raise SharedPromptError("model", "install(model_chunks) before the first packed call", "none")
     return chunk
@@ -106,25 +112,30 @@ def replayed_routers(chunk: Any) -> Iterator[tuple[int, Any]]:
             yield module.layer_number, replay
 
 
-def _gpt_model(model: Any) -> Any:
+def _language_model(model: Any) -> Any:
     checks.instance("model_chunks", model, nn.Module, ", or a list of them")
-    found = [module for module in model.modules() if isinstance(module, GPTModel)]
+    found = [module for module in model.modules() if isinstance(module, (GPTModel, HybridModel))]
     if len(found) != 1:
         names = ", ".join(sorted({type(module).__name__ for module in found})) or type(model).__name__
-        expected = "one GPTModel in each chunk (no HybridModel: MambaMixer takes no initial states in training)"
-        raise SharedPromptUnsupportedError("model", expected, f"{len(found)}: {names}")
+        raise SharedPromptUnsupportedError(
+            "model", "one GPTModel or HybridModel in each chunk", f"{len(found)}: {names}"
+        )
     return found[0]
 
 
 def _mixers(chunk: Any) -> tuple[list[Any], list[Any]]:
-    """The attention layers and gated delta nets of a chunk, of which everything is known that mixes tokens."""
+    """The attention layers and recurrences of a chunk, of which everything is known that mixes tokens."""
     check_config(chunk.config)
     if chunk.config.context_parallel_size > 1 and chunk.position_embedding_type == "mrope":
         expected = "another with context parallelism (Megatron divides the frequencies of multimodal RoPE twice)"
         raise SharedPromptUnsupportedError("position_embedding_type", expected, "mrope")
     found: list[Any] = []
-    delta_nets: list[Any] = []
+    recurrences: list[Any] = []
     for name, layer in chunk.decoder.layers.named_children():
+        if isinstance(layer, MambaLayer) and _is_known(layer.mixer, (MambaMixer,)):
+            check_mamba(chunk.config)
+            recurrences.append(layer.mixer)
+            continue
         if not isinstance(layer, TransformerLayer):
             raise _unknown(f"decoder.layers.{name}", "a TransformerLayer", layer)
         if not isinstance(layer.cross_attention, IdentityOp):
@@ -134,7 +145,7 @@ def _mixers(chunk: Any) -> tuple[list[Any], list[Any]]:
             continue
         if _is_known(attention, (GatedDeltaNet,)):
             check_delta_nets(chunk.config)
-            delta_nets.append(attention)
+            recurrences.append(attention)
             continue
         if not _is_known(attention, _ATTENTIONS):
             raise _unknown(f"decoder.layers.{name}.self_attention", "SelfAttention or MLASelfAttention", attention)
@@ -142,7 +153,7 @@ def _mixers(chunk: Any) -> tuple[list[Any], list[Any]]:
             expected = " or ".join(kind.__name__ for kind in _CORES)
             raise _unknown(f"decoder.layers.{name}.self_attention.core_attention", expected, attention.core_attention)
         found.append(attention)
-    return found, delta_nets
+    return found, recurrences
 
 
 def _rotaries(chunk: nn.Module) -> list[Any]:
@@ -157,9 +168,46 @@ def _rotaries(chunk: nn.Module) -> list[Any]:
     return found
 
 
+class WithOutputProcessor:
+    """Over Megatron's `HybridModel`: its forward takes an `output_processor`, as that of `GPTModel` does."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor,
+        decoder_input: Any = None,
+        labels: Any = None,
+        inference_context: Any = None,
+        *others: Any,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
+        output_processor: Any = None,
+        output_processor_context: Any = None,
+        **options: Any,
+    ) -> Any:
+        model: Any = self
+        stock: Any = super()
+        given = input_ids, position_ids, attention_mask, decoder_input, labels, inference_context, *others
+        options |= dict(inference_params=inference_params, packed_seq_params=packed_seq_params)
+        if output_processor is None or not model.post_process:
+            return stock.forward(*given, **options)
+        # A stage that is not the last one returns its hidden states; norms are the decoder's.
+        model.post_process = False
+        try:
+            hidden = stock.forward(*given, **options)
+        finally:
+            model.post_process = True
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        return output_processor(
+            hidden_states=hidden, output_layer=model.output_layer, output_weight=weight,
+            scale_logits=model._scale_logits, context=output_processor_context,
+        )  # fmt: skip
+
+
 def _is_known(module: Any, kinds: tuple[Any, ...]) -> bool:
     """True if a module computes as one of these classes do: it may be installed, or inherit the forward."""
-    is_ours = isinstance(module, (OnPackedRows, OnNodes, OfPositions))
+    is_ours = isinstance(module, (OnPackedRows, *ON_NODES.values(), OfPositions))
     return is_ours or any(type(module).forward is kind.forward for kind in kinds)
 
 
@@ -177,7 +225,8 @@ def _extended(mixin: Any, stock: Any) -> Any:
 MEGATRON_CORE.check_classes(
     *(_extended(OnPackedRows, kind) for kind in _CORES),
     *(_extended(OfPositions, kind) for kind in _ROTARY),
-    _extended(OnNodes, GatedDeltaNet),
+    *(_extended(mixin, kind) for kind, mixin in ON_NODES.items()),
+    _extended(WithOutputProcessor, HybridModel),
 )
 
 

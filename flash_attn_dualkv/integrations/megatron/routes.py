@@ -45,7 +45,7 @@ def replay_routes(model: nn.Module, batch: PackedBatch, routes: Tensor, replayed
     with same_on_all_ranks(chunk.pg_collection.cp):
         config, tokens = chunk.config, batch.num_replicated_tokens
         checks.integers("routes", routes, 3)
-        layers = _layers_with_experts(config)
+        layers = _layers_with_experts(chunk)
         if len(routes) != tokens or routes.shape[1] not in (config.num_layers, len(layers)):
             expected = f"{tokens} tokens and {config.num_layers} layers, or {len(layers)} with experts"
             raise SharedPromptError("routes", expected, f"shape {tuple(routes.shape)}")
@@ -102,11 +102,14 @@ def recorded_routes(model: nn.Module, batch: PackedBatch) -> Tensor:
     return whole.index_select(0, batch.row_index)
 
 
-def _layers_with_experts(config: Any) -> Sequence[int]:
+def _layers_with_experts(chunk: Any) -> Sequence[int]:
     """Layers of the whole model that have experts, from 0."""
-    pattern = config.moe_layer_freq
+    pattern = getattr(chunk, "hybrid_layer_pattern", None)  # a letter for each layer, | between stages
+    if pattern is not None:
+        return [layer for layer, letter in enumerate(pattern.replace("|", "")) if letter == "E"]
+    pattern = chunk.config.moe_layer_freq
     if isinstance(pattern, int):
-        return range(0, config.num_layers, pattern)
+        return range(0, chunk.config.num_layers, pattern)
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]
 
 

@@ -36,6 +36,15 @@ def check_delta_nets(config: Any) -> None:
     _check(config, _unsupported_by_delta_nets(config))
 
 
+def check_mamba(config: Any) -> None:
+    """Refuse what Mamba mixers cannot be computed with.
+
+    Raises:
+        SharedPromptUnsupportedError: names the setting, and what it must be.
+    """
+    _check(config, _unsupported_by_mamba(config))
+
+
 def _check(config: Any, unsupported: Iterator[tuple[str, str]]) -> None:
     wrong = next(unsupported, None)
     if wrong is not None:
@@ -86,6 +95,13 @@ def _unsupported_by_delta_nets(config: Any) -> Iterator[tuple[str, str]]:
         yield "context_parallel_size", "1 for gated delta nets (ranks divide the length of every sequence)"
     if config.deterministic_mode:
         yield "deterministic_mode", "False for gated delta nets (Megatron packs no rows with it)"
+
+
+def _unsupported_by_mamba(config: Any) -> Iterator[tuple[str, str]]:
+    if config.context_parallel_size > 1:
+        yield "context_parallel_size", "1 for Mamba-2 (ranks exchange the rows of whole sequences for heads)"
+    if not config.use_mamba_mem_eff_path:
+        yield "use_mamba_mem_eff_path", "True for Mamba-2 (Megatron packs no rows without it)"
 
 
 def check_training(model: nn.Module, config: Any) -> None:

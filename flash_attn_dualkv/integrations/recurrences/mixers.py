@@ -96,21 +96,66 @@ def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwa
 
 
 def mamba2_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> Tensor:
-    """Mamba-2's state space: x (1, T, H, p), dt (1, T, H), A (H,), B and C (1, T, G, n) -> (1, T, H, p)."""
+    """Mamba-2's state space: x and gates z (1, T, H, p), dt (1, T, H), A (H,), B and C (1, T, G, n) -> (1, T, H, p)."""
     names = ("hidden_states", "x"), ("dt",), ("A",), ("B",), ("C",)
     (x, dt, A, B, C), kwargs = _positional(args, kwargs, *names)
-    unused = "z", "initial_states", "return_final_states", "seq_idx", "cu_seqlens", "return_varlen_states"
+    unused = "initial_states", "return_final_states", "seq_idx", "cu_seqlens", "return_varlen_states"
     _check_unused("mamba", kwargs, *unused)
     dt = _step_sizes(stock, dt, kwargs)
+    z = kwargs.pop("z", None)
+    gates = [] if z is None else [z]
 
     def padded(rows: Sequence[Tensor], states: Tensor | None, needs_last: bool) -> tuple[Tensor, Tensor | None]:
         # A step of size 0 leaves the state as it is.
-        x, dt, B, C = rows
-        found = stock(x, dt, A, B, C, initial_states=states, return_final_states=needs_last, **kwargs)
+        x, dt, B, C, *gates = rows
+        gated = dict(zip(("z",), gates))
+        found = stock(x, dt, A, B, C, **gated, initial_states=states, return_final_states=needs_last, **kwargs)
         out, last = found if needs_last else (found, None)
         return out, last
 
-    return _by_levels(layout, [x, dt, B, C], _in_buckets(padded))
+    return _by_levels(layout, [x, dt, B, C, *gates], _in_buckets(padded))
+
+
+def mamba2_by_parts(convolve: Mixer, scan: Mixer) -> Mixer:
+    """What stands for mamba-ssm's kernel of convolution, scan and gate in one, which carries no inputs of convolutions.
+
+    Args:
+        convolve: causal-conv1d's function.
+        scan: mamba-ssm's, as of `mamba2_scan`.
+    """
+
+    def compute(
+        stock: Mixer,
+        layout: SharedPromptLayout,
+        zxbcdt: Tensor,
+        conv1d_weight: Tensor,
+        conv1d_bias: Tensor,
+        dt_bias: Tensor,
+        A: Tensor,
+        *,
+        D: Tensor,
+        activation: str = "silu",
+        headdim: int | None = None,
+        ngroups: int = 1,
+        norm_before_gate: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Gates, inputs, B, C and step sizes side by side (1, T, ...) -> (1, T, H p). Without norm, before the gate or
+        behind it."""
+        _check_unused("mamba", kwargs, "rmsnorm_weight", "outproj_weight", "outproj_bias")
+        heads, channels = len(A), len(conv1d_weight)
+        width = heads * (D.shape[1] if headdim is None else headdim)
+        z, inputs, dt = zxbcdt.split([width, channels, heads], -1)
+        mixed = convolution(
+            convolve, layout, inputs.transpose(1, 2), conv1d_weight, conv1d_bias, activation=activation
+        ).transpose(1, 2)
+        x, B, C = mixed.split([width, *[(channels - width) // 2] * 2], -1)
+        B, C = (one.unflatten(-1, (ngroups, -1)) for one in (B, C))
+        x, z = (one.unflatten(-1, (heads, -1)) for one in (x, z))
+        kwargs |= dict(z=z, D=D, dt_bias=dt_bias, dt_softplus=True)
+        return mamba2_scan(scan, layout, x, dt, A, B, C, **kwargs).flatten(2)
+
+    return compute
 
 
 def no_fused_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> None:
