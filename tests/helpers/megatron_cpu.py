@@ -225,10 +225,12 @@ def mamba_in_pytorch() -> Iterator[None]:
     functions = (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, causal_conv1d_fn)
     own = {function.__name__: function for function in functions}
     own |= dict(HAVE_MAMBA_SSM=True, ExtendedRMSNorm=_GatedRMSNorm, is_mamba_min_version=lambda _: True)
-    with patch.multiple(mamba_mixer, **own, is_causal_conv1d_min_version=lambda _: True):
-        # Versions of Megatron before 0.19 have no argument for the type of states.
-        with patch.object(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", True, create=True):
-            yield
+    # Versions of Megatron before 0.19 have no argument for the type of states.
+    with (
+        patch.multiple(mamba_mixer, **own, is_causal_conv1d_min_version=lambda _: True),
+        patch.object(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", True, create=True),
+    ):
+        yield
 
 
 @contextlib.contextmanager

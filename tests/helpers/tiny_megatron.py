@@ -118,11 +118,11 @@ KINDS = {
         model=dict(rotary_percent=0.25),
     ),
     # Stages of two ranks and two virtual stages.
-    "nemotron": Kind(_NEMOTRON, model=dict(hybrid_layer_pattern="M-|M*|ME|M-", position_embedding_type="none")),
-    "mamba, rotary, tied": Kind(
-        dict(_MAMBA, num_layers=4),
+    "nemotron": Kind(_NEMOTRON, model=dict(hybrid_layer_pattern="ME|M*|ME|M-", position_embedding_type="none")),
+    "mamba, delta nets, rotary, tied": Kind(
+        dict(_MAMBA, **{name: _DELTA_NET[name] for name in _DELTA_NET if "linear" in name}, num_layers=5),
         dict(rmsnorm=False, D_has_hdim=True, chunk_size=16),
-        dict(hybrid_layer_pattern="M*M-", share_embeddings_and_output_weights=True),
+        dict(hybrid_layer_pattern="M*MG-", share_embeddings_and_output_weights=True),
     ),
     "latent": Kind(dict(_LATENT, rope_type="rope"), dict(multi_latent_attention=True, qk_layernorm=True)),
     "latent, yarn": Kind(dict(_LATENT, rope_type="yarn"), dict(multi_latent_attention=True, qk_layernorm=True)),

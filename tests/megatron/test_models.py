@@ -62,9 +62,10 @@ def test_recomputation(kind: str, recomputation: str) -> None:
     compare(tiny_chunk(kind, tiny_config(kind, **RECOMPUTATIONS[recomputation])), tiny.tree)
 
 
-def test_heads_in_chunks_temperature_and_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["gqa, q/k norm", "nemotron"])
+def test_heads_in_chunks_temperature_and_entropy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, batch = tiny.tree()
-    model = tiny_chunk("gqa, q/k norm", tiny_config("gqa, q/k norm"))
+    model = tiny_chunk(kind, tiny_config(kind))
     megatron.install(model)
 
     def logits() -> torch.Tensor:
@@ -93,10 +94,11 @@ class _ValueHead(torch.nn.Linear):
         return super().forward(hidden), None
 
 
-def test_values_of_a_critic() -> None:
+@pytest.mark.parametrize("kind", ["gqa, q/k norm", "mamba, delta nets, rotary, tied"])
+def test_values_of_a_critic(kind: str) -> None:
     """Those of the tokens before the scored ones, of each sequence alone."""
     sequences, batch = tiny.tree()
-    model = tiny_chunk("gqa, q/k norm", tiny_config("gqa, q/k norm"))
+    model = tiny_chunk(kind, tiny_config(kind))
     model.output_layer = _ValueHead(32, 1, bias=False)
     expected = []
     for tokens, mask in zip(sequences.tokens, sequences.masks):
@@ -114,7 +116,7 @@ def test_values_of_a_critic() -> None:
     check_gradients(gradients(model), expected_gradients, GRADIENT)
 
 
-@pytest.mark.parametrize("kind", ["gqa, q/k norm", "delta nets"])
+@pytest.mark.parametrize("kind", ["gqa, q/k norm", "delta nets", "nemotron"])
 def test_16_bits(kind: str) -> None:
     """No further from float32 than each sequence alone in bf16 is."""
     sequences, batch = tiny.prompts_and_responses()

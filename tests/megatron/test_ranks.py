@@ -53,7 +53,7 @@ class Setup:
         Its local layers lose a part of the gradient of MLA's RoPE, and add another twice. Without sequence parallelism
         the norm of a gated delta net has on each rank the gradient of that rank's heads.
         """
-        return self.tensor > 1 and ("latent" in self.kind or (self.kind == "delta nets" and not self.sequence))
+        return self.tensor > 1 and ("latent" in self.kind or ("delta nets" in self.kind and not self.sequence))
 
 
 SETUPS = {
@@ -73,6 +73,9 @@ SETUPS = {
     "tp 2, sp, pp 2, delta nets": Setup("delta nets", 2, 2, sequence=True),
     "tp 2, pp 2, vpp 2, delta nets": Setup("delta nets", 2, 2, 2),
     "tp 2, sp, recompute, qwen3 next": Setup("qwen3 next", 2, sequence=True, config=tiny.RECOMPUTED),
+    "tp 2, sp, pp 2, nemotron": Setup("nemotron", 2, 2, sequence=True, config=tiny.RECOMPUTED),
+    "pp 2, vpp 2, dp 2, nemotron": Setup("nemotron", 1, 2, 2, distributed=True),
+    "tp 2, mamba": Setup("mamba, delta nets, rotary, tied", 2),
     "tied, tp 2, pp 2": Setup("tied", 2, 2),
     "mrope, tp 2, pp 2": Setup("mrope", 2, 2, sequence=True),
     "cp 4": Setup("windows and full", context=4),
@@ -311,8 +314,10 @@ def _whole(chunk: Any, name: str, parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def _sections(chunk: Any, name: str, rows: int) -> list[int]:
-    """Of a matrix that is several: gates and values of an MLP, all that a gated delta net projects and convolves."""
-    if "linear_fc1" in name:
+    """Of a matrix that is several: gates and values of an MLP, all that a recurrence projects and convolves."""
+    if ".mixer." in name:
+        return list(getattr(chunk.get_parameter(name), "partition_sizes", ()))
+    if "linear_fc1" in name and chunk.config.gated_linear_unit:
         return [rows // 2, rows // 2]
     if "in_proj" not in name and "conv1d" not in name:
         return []

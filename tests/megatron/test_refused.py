@@ -138,7 +138,7 @@ def test_unknown_layers(message: str) -> None:
 
 
 def test_a_model_without_layers() -> None:
-    with pytest.raises(SharedPromptUnsupportedError, match="one GPTModel in each chunk .*MambaMixer.*got 0: Linear"):
+    with pytest.raises(SharedPromptUnsupportedError, match="one GPTModel or HybridModel in each chunk.*got 0: Linear"):
         shared.install(torch.nn.Linear(2, 2))
 
 
@@ -185,9 +185,10 @@ class _Silent(torch.nn.Module):
         return query
 
 
-def test_what_a_packed_call_passes() -> None:
+@pytest.mark.parametrize("kind", [KIND, "mamba, delta nets, rotary, tied"])
+def test_what_a_packed_call_passes(kind: str) -> None:
     _, batch = tiny.tree()
-    model = chunk()
+    model = chunk(kind)
     shared.install(model)
     params, ids = shared.SharedPackedSeqParams(batch), batch.input_ids[None]
     rows = batch.layout.num_tokens
@@ -203,7 +204,7 @@ def test_what_a_packed_call_passes() -> None:
     model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, rows - 1
     with pytest.raises(SharedPromptLayoutError, match=f"pad_to_multiple_of={rows - 1}"):
         model(ids, None, None, packed_seq_params=params)
-    attention = model.decoder.layers[0].self_attention
+    attention = model.decoder.layers[int(kind != KIND)].self_attention
     with pytest.raises(SharedPromptError, match="in place of all masks, got attention_bias"):
         attention.core_attention(*torch.ones(3, rows, 2, 8), None, attention_bias=mask, packed_seq_params=params)
     attention.attn_mask_type, attention.config.sequence_parallel = AttnMaskType.padding, False

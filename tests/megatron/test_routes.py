@@ -88,11 +88,17 @@ def test_replayed_routes(kind: str, batch: str, layers: int) -> None:
         check_gradients(gradients(model), expected_gradients, 2e-5)
 
 
-@pytest.mark.parametrize("columns", [(0, 1), (1, 3)])
-def test_each_layer_gets_its_own_routes(columns: tuple[int, int]) -> None:
-    """Of the layers with experts, or of all, between which dense ones lie."""
+DENSE_BETWEEN: dict[str, dict[str, Any]] = {"experts": dict(num_layers=4, moe_layer_freq=[0, 1, 0, 1]), "nemotron": {}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"), [("experts", (0, 1)), ("experts", (1, 3)), ("nemotron", (0, 1)), ("nemotron", (1, 5))]
+)
+def test_each_layer_gets_its_own_routes(kind: str, columns: tuple[int, int]) -> None:
+    """Of the layers with experts, or of all, between which others lie."""
     _, batch = tiny.tree()
-    model, routes = chunk(num_layers=4, moe_layer_freq=[0, 1, 0, 1]), drawn(batch, columns[-1] + 1)
+    model = chunk(kind, **DENSE_BETWEEN[kind])
+    routes = drawn(batch, 2 if columns == (0, 1) else model.config.num_layers)
     megatron.install(model)
     megatron.replay_routes(model, batch, routes)
     found = [one.target_topk_idx[batch.row_index] for one in RouterReplay.global_router_replay_instances]
