@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measure an update and log-probabilities of Megatron's GPTModel, prompts shared beside replicated, in one start.
+"""Measure an update and log-probabilities of Megatron's models, prompts shared beside replicated, in one start.
 
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --tensor 2
     torchrun --nproc-per-node 2 benchmarks/trainers/bench_megatron.py --pipeline 2 --vpp 7 --group 4 \\
@@ -8,16 +8,19 @@
     torchrun --nproc-per-node 4 benchmarks/trainers/bench_megatron.py --tensor 2 --pipeline 2 --vpp 6 --group 4 \\
         --model qwen3-30b-a3b-L12
     torchrun --nproc-per-node 1 benchmarks/trainers/bench_megatron.py --tokens 81920 --model qwen3.5-27b-L8
+    torchrun --nproc-per-node 1 benchmarks/trainers/bench_megatron.py --tokens 81920 --model nemotron-h-8b
     python benchmarks/report.py                                                    # the page, of the result files
 
-Random weights of Qwen3's shapes and random tokens; bf16 with float32 gradients (Megatron's DDP), Megatron's schedules,
-recomputation of whole layers, micro-batches of so many tokens. Both run the same layers and the same head, over the
-rows that score tokens. Sharing makes these no fewer, so that the head weighs more beside the layers and the last stage
-wants fewer of them: `--layout`. Replicated prompts lie in one THD row, on this library's flash_attn_varlen_func:
-Megatron's own local attention takes no packed rows. An update is all forwards and backwards and the reduction of
-gradients, without the optimizer's step, which is the same for both. Times are those of the slowest rank, the best of
-all rounds. Routers balance nothing, experts are grouped products. Needs megatron-core, and no Transformer Engine or
-apex; gated delta nets (qwen3.5-27b: three of four layers) need fla-core, whose kernels take the sequences of a THD row.
+Random weights of Qwen3's or Nemotron's shapes and random tokens; bf16 with float32 gradients (Megatron's DDP),
+Megatron's schedules, recomputation of whole layers, micro-batches of so many tokens. Both run the same layers and the
+same head, over the rows that score tokens. Sharing makes these no fewer, so that the head weighs more beside the layers
+and the last stage wants fewer of them: `--layout`. Replicated prompts lie in one THD row, on this library's
+flash_attn_varlen_func: Megatron's own local attention takes no packed rows. An update is all forwards and backwards and
+the reduction of gradients, without the optimizer's step, which is the same for both. Times are those of the slowest
+rank, the best of all rounds. Routers balance nothing, experts are grouped products. Needs megatron-core, and no
+Transformer Engine or apex; gated delta nets (qwen3.5-27b: three of four layers) need fla-core, whose kernels take the
+sequences of a THD row; a HybridModel (nemotron-h: Mamba-2, MLPs and four attention layers) mamba-ssm and causal-conv1d,
+which take its seq_idx.
 """
 
 from __future__ import annotations
@@ -38,11 +41,14 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
@@ -55,12 +61,13 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row, largest, timed
-from megatron_layers import grouped_experts, local_norms, with_delta_net
+from megatron_layers import grouped_experts, hybrid_spec, local_norms, with_delta_net
 from verl_inputs import MODELS, Model
 
 from flash_attn_dualkv import PackedBatch, flash_attn_varlen_func, pack_shared_prompts, split_by_token_budget
 from flash_attn_dualkv.integrations.megatron import install, shared_prompt_forward
 from flash_attn_dualkv.integrations.megatron.forward import Request, score_hidden
+from flash_attn_dualkv.integrations.megatron.install import WithOutputProcessor
 
 FOLDER = RESULTS / "trainers" / "megatron"
 
@@ -74,14 +81,24 @@ SIZES = {
     "qwen3.5-27b-L8": Model(
         layers=8, hidden=5120, intermediate=17408, heads=24, kv_heads=4, head_dim=256, vocabulary=248320
     ),
+    "nemotron-h-8b": Model(
+        layers=52, hidden=4096, intermediate=21504, heads=32, kv_heads=8, head_dim=128, vocabulary=131072
+    ),
     "tiny": Model(hidden=32, intermediate=48, head_dim=8, vocabulary=96),
     "tiny-4-layers": Model(layers=4, hidden=32, intermediate=48, head_dim=8, vocabulary=96),
     "tiny-experts": Model(hidden=32, intermediate=24, head_dim=8, vocabulary=96, experts=4, experts_per_token=2),
     "tiny-delta-nets": Model(layers=4, hidden=32, intermediate=48, head_dim=8, vocabulary=96),
+    "tiny-hybrid": Model(layers=4, hidden=32, intermediate=48, head_dim=8, vocabulary=96),
 }
 # Key heads, value heads and their head dim of models in which three of four layers have gated delta
 # nets.
 DELTA_NETS = {"qwen3.5-27b-L8": (16, 48, 128), "tiny-delta-nets": (2, 4, 8)}
+# Layers of hybrid models as Megatron writes them, and heads, head dim, groups and states of their
+# Mamba mixers.
+HYBRIDS = {
+    "nemotron-h-8b": ("M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-" * 5, (128, 64, 8, 128)),
+    "tiny-hybrid": ("M-M*", (4, 8, 2, 8)),
+}
 
 
 class VarlenAttention(DotProductAttention):
@@ -140,12 +157,18 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
             linear_num_key_heads=key_heads, linear_num_value_heads=value_heads, linear_key_head_dim=head_dim,
             linear_value_head_dim=head_dim, attention_output_gate=True,
         )  # fmt: skip
+    is_hybrid = options.model in HYBRIDS
+    if is_hybrid:
+        pattern, mamba = HYBRIDS[options.model]
+        names = ("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim")
+        more |= dict(zip(names, mamba), activation_func=squared_relu)
+    else:
+        more |= dict(qk_layernorm=True, gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     config = TransformerConfig(
         num_layers=size.layers, hidden_size=size.hidden, ffn_hidden_size=size.intermediate,
         num_attention_heads=size.heads, num_query_groups=size.kv_heads, kv_channels=size.head_dim,
-        normalization="RMSNorm", qk_layernorm=True, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, bf16=on_gpu, params_dtype=dtype,
-        pipeline_dtype=dtype, use_cpu_initialization=not on_gpu, persist_layer_norm=False,
+        normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, bf16=on_gpu,
+        params_dtype=dtype, pipeline_dtype=dtype, use_cpu_initialization=not on_gpu, persist_layer_norm=False,
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, tensor_model_parallel_size=options.tensor,
         pipeline_model_parallel_size=options.pipeline, variable_seq_lengths=options.pipeline > 1,
         moe_token_dispatcher_type="alltoall", batch_p2p_comm=on_gpu and not is_virtual,
@@ -160,14 +183,23 @@ def build(options: argparse.Namespace, shares: bool, device: torch.device) -> li
     if has_delta_nets:
         kinds = [spec if layer % 4 == 3 else with_delta_net(spec) for layer in range(size.layers)]
         spec = TransformerBlockSubmodules(layer_specs=kinds, layer_norm=spec.submodules.input_layernorm)
+    positions = "none" if is_hybrid else "rope"
+    model_of, shape = GPTModel, dict(transformer_layer_spec=spec, rotary_base=1000000)
+    if is_hybrid:
+        # One class for both runs: the stock forward takes no function that scores hidden states.
+        model_of = type("ScoringHybridModel", (WithOutputProcessor, HybridModel), {})
+        shape = dict(hybrid_stack_spec=hybrid_spec(), hybrid_layer_pattern=pattern)
+        if not shares:
+            attention = shape["hybrid_stack_spec"].submodules.attention_layer.submodules.self_attention
+            attention.submodules.core_attention = VarlenAttention
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
     for at in range(options.vpp):
         place: dict[str, Any] = dict(ignore_virtual=False, vp_stage=at)
         with local_norms(), grouped_experts(), drawn_by_layer():
-            stage = GPTModel(
-                config=config, transformer_layer_spec=spec, vocab_size=size.vocabulary, max_sequence_length=2**20,
-                position_embedding_type="rope", rotary_base=1000000, vp_stage=at if is_virtual else None,
+            stage = model_of(
+                config=config, vocab_size=size.vocabulary, max_sequence_length=2**20, **shape,
+                position_embedding_type=positions, vp_stage=at if is_virtual else None,
                 rotary_percent=0.25 if has_delta_nets else 1.0,
                 pre_process=parallel_state.is_pipeline_first_stage(**place),
                 post_process=parallel_state.is_pipeline_last_stage(**place),
@@ -213,9 +245,12 @@ def micro_batches(
 def forward_replicated(chunk: Any, batch: PackedBatch) -> Any:
     """As `shared_prompt_forward`, of a batch in which nothing is shared."""
     offsets, longest = batch.jagged_offsets.int(), max(batch.sequence_lens)
+    # Asked for by Mamba alone: seq_idx, which waits for the GPU.
+    total_tokens = len(batch.input_ids) if any(isinstance(one, MambaMixer) for one in chunk.modules()) else None
     params = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest,
+        total_tokens=total_tokens,
+    )  # fmt: skip
     more = dict(output_processor=score_hidden, output_processor_context=Request(batch, None, 1.0, False))
     return chunk(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=params, **more)
 
@@ -296,7 +331,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=40960, help="of a micro-batch, at most")
     add("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
-    if options.model in DELTA_NETS and options.pipeline > 1:
+    if options.model in {*DELTA_NETS, *HYBRIDS} and options.pipeline > 1:
         parser.error(f"--pipeline: {options.model} has one stage here, got {options.pipeline}")
     if options.layout and "t" not in options.layout.rpartition("|")[2]:
         parser.error(

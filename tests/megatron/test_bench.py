@@ -36,9 +36,10 @@ def _run_rank(rank: int, arguments: list[str], results: Any) -> None:
         results[rank] = bench_megatron.measure(options, torch.device("cpu"))
 
 
-def test_delta_nets() -> None:
+@pytest.mark.parametrize("model", ["tiny-delta-nets", "tiny-hybrid"])
+def test_recurrences(model: str) -> None:
     """Those of the replicated run take the sequences of a row; on one rank."""
-    options = bench_megatron.parsed([*TINY, "--model", "tiny-delta-nets"])
+    options = bench_megatron.parsed([*TINY, "--model", model])
     with megatron_on_the_cpu():
         shared, replicated = bench_megatron.measure(options, torch.device("cpu"))
     assert shared["log_prob_mean_difference"] < 1e-5
