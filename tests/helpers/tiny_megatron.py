@@ -61,7 +61,7 @@ _DELTA_NET = dict(
 )  # fmt: skip
 _MAMBA = dict(mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=4)
 _NEMOTRON = dict(
-    _MAMBA, num_layers=8, gated_linear_unit=False, activation_func=squared_relu, num_moe_experts=4, moe_router_topk=2,
+    _MAMBA, num_layers=6, gated_linear_unit=False, activation_func=squared_relu, num_moe_experts=4, moe_router_topk=2,
     moe_ffn_hidden_size=16, moe_router_load_balancing_type="none", moe_router_dtype="fp32",
     moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0,
     moe_shared_expert_intermediate_size=16,
@@ -118,7 +118,7 @@ KINDS = {
         model=dict(rotary_percent=0.25),
     ),
     # Stages of two ranks and two virtual stages.
-    "nemotron": Kind(_NEMOTRON, model=dict(hybrid_layer_pattern="ME|M*|ME|M-", position_embedding_type="none")),
+    "nemotron": Kind(_NEMOTRON, model=dict(hybrid_layer_pattern="ME|*E|M|M", position_embedding_type="none")),
     "mamba, delta nets, rotary, tied": Kind(
         dict(_MAMBA, **{name: _DELTA_NET[name] for name in _DELTA_NET if "linear" in name}, num_layers=5),
         dict(rmsnorm=False, D_has_hdim=True, chunk_size=16),

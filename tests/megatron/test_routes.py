@@ -92,7 +92,7 @@ DENSE_BETWEEN: dict[str, dict[str, Any]] = {"experts": dict(num_layers=4, moe_la
 
 
 @pytest.mark.parametrize(
-    ("kind", "columns"), [("experts", (0, 1)), ("experts", (1, 3)), ("nemotron", (0, 1)), ("nemotron", (1, 5))]
+    ("kind", "columns"), [("experts", (0, 1)), ("experts", (1, 3)), ("nemotron", (0, 1)), ("nemotron", (1, 3))]
 )
 def test_each_layer_gets_its_own_routes(kind: str, columns: tuple[int, int]) -> None:
     """Of the layers with experts, or of all, between which others lie."""
