@@ -166,5 +166,5 @@ def test_settings(kind: str, layers: str, name: str, value: Any, variant: str | 
 def test_no_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_chunk("nemotron", tiny_config("nemotron"))
     monkeypatch.setattr(mamba_mixer, "causal_conv1d_fn", None)
-    with pytest.raises(SharedPromptUnsupportedError, match="causal-conv1d: expected an installation, for Mamba-2"):
+    with pytest.raises(SharedPromptUnsupportedError, match="causal-conv1d: expected an installation for Mamba-2"):
         megatron.install(model)

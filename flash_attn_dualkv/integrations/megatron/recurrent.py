@@ -95,7 +95,7 @@ def prepare(layers: list[Any]) -> None:
     if len(delta_nets) < len(layers):
         file = _file_of(MambaMixer)
         if file.causal_conv1d_fn is None:
-            raise SharedPromptUnsupportedError("causal-conv1d", "an installation, for Mamba-2", "none")
+            raise SharedPromptUnsupportedError("causal-conv1d", "an installation for Mamba-2", "none")
         by_parts = mamba2_by_parts(file.causal_conv1d_fn, file.mamba_chunk_scan_combined)
         seams.append((file, _FUSED_SCAN, _wrapped(_FUSED_SCAN, by_parts)))
     replace_all(seams)

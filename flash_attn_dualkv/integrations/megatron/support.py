@@ -99,7 +99,7 @@ def _unsupported_by_delta_nets(config: Any) -> Iterator[tuple[str, str]]:
 
 def _unsupported_by_mamba(config: Any) -> Iterator[tuple[str, str]]:
     if config.context_parallel_size > 1:
-        yield "context_parallel_size", "1 for Mamba-2 (ranks exchange the rows of whole sequences for heads)"
+        yield "context_parallel_size", "1 for Mamba-2 (ranks exchange rows for heads)"
     if not config.use_mamba_mem_eff_path:
         yield "use_mamba_mem_eff_path", "True for Mamba-2 (Megatron packs no rows without it)"
 

@@ -117,11 +117,11 @@ def mamba2_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: 
 
 
 def mamba2_by_parts(convolve: Mixer, scan: Mixer) -> Mixer:
-    """What stands for mamba-ssm's kernel of convolution, scan and gate in one, which carries no inputs of convolutions.
+    """Replacement of mamba-ssm's kernel of convolution, scan and gate in one, whose convolution begins with zeros.
 
     Args:
         convolve: causal-conv1d's function.
-        scan: mamba-ssm's, as of `mamba2_scan`.
+        scan: mamba-ssm's `mamba_chunk_scan_combined`.
     """
 
     def compute(
@@ -140,8 +140,10 @@ def mamba2_by_parts(convolve: Mixer, scan: Mixer) -> Mixer:
         norm_before_gate: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """Gates, inputs, B, C and step sizes side by side (1, T, ...) -> (1, T, H p). Without norm, before the gate or
-        behind it."""
+        """Gates, inputs, B, C and step sizes side by side (1, T, ...) -> (1, T, H p).
+
+        There is no norm, so that `norm_before_gate` means nothing.
+        """
         _check_unused("mamba", kwargs, "rmsnorm_weight", "outproj_weight", "outproj_bias")
         heads, channels = len(A), len(conv1d_weight)
         width = heads * (D.shape[1] if headdim is None else headdim)
