@@ -114,7 +114,7 @@ def weights() -> list[Weight]:
         Weight("package without contrib", lines_of(package) - lines_of(contrib), 10_800, 15_251),
         Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 9_761),
         Weight("contrib", lines_of(contrib), 1_000),
-        Weight("tests", lines_of("tests"), 18_000, 28_395),
+        Weight("tests", lines_of("tests"), 18_000, 28_460),
         Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_790),
         Weight("words of docs/*.md", words, 17_000),
         Weight("variables called one", sum(source.names("one") for source in everything), 500),

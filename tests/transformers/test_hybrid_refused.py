@@ -115,6 +115,9 @@ def test_a_row_that_ranks_divide_is_refused(kind: type[SharedPromptLayout]) -> N
         layout_context._layout_of(torch.nn.Identity(), {"shared_prompt_layout": layout}, None)
 
 
+FUSED = mixers.mamba2_by_parts(lambda *_, **__: None, lambda *_, **__: None)
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
@@ -122,7 +125,8 @@ def test_a_row_that_ranks_divide_is_refused(kind: type[SharedPromptLayout]) -> N
         (mixers.gated_delta_rule, dict(initial_state=torch.zeros(1)), "initial_state: expected none for linear"),
         (mixers.gated_delta_rule, dict(cu_seqlens=torch.zeros(1)), "cu_seqlens: expected none for linear"),
         (mixers.mamba2_scan, dict(return_final_states=True), "return_final_states: expected none for mamba"),
-        (mixers.mamba2_scan, dict(z=torch.zeros(1)), "z: expected none for mamba"),
+        (mixers.mamba2_scan, dict(cu_seqlens=torch.zeros(1)), "cu_seqlens: expected none for mamba"),
+        (FUSED, dict(D=torch.ones(2), rmsnorm_weight=torch.ones(1)), "rmsnorm_weight: expected none for mamba"),
     ],
 )
 def test_what_a_layout_replaces_is_refused(function: Any, arguments: Any, message: str) -> None:
