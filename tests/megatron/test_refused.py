@@ -128,6 +128,13 @@ OTHERS: dict[str, tuple[str, str, Any]] = {  # by what the message names: the mo
 }  # fmt: skip
 
 
+def test_an_unknown_mixer() -> None:
+    model = chunk("nemotron")
+    model.decoder.layers[4].mixer = LINEAR
+    with pytest.raises(SharedPromptUnsupportedError, match="decoder.layers.4.mixer: expected MambaMixer .*Linear"):
+        shared.install(model)
+
+
 @pytest.mark.parametrize("message", OTHERS)
 def test_unknown_layers(message: str) -> None:
     place, name, other = OTHERS[message]

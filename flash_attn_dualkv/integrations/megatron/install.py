@@ -132,12 +132,14 @@ def _mixers(chunk: Any) -> tuple[list[Any], list[Any]]:
     found: list[Any] = []
     recurrences: list[Any] = []
     for name, layer in chunk.decoder.layers.named_children():
-        if isinstance(layer, MambaLayer) and _is_known(layer.mixer, (MambaMixer,)):
+        if isinstance(layer, MambaLayer):
+            if not _is_known(layer.mixer, (MambaMixer,)):
+                raise _unknown(f"decoder.layers.{name}.mixer", "MambaMixer", layer.mixer)
             check_mamba(chunk.config)
             recurrences.append(layer.mixer)
             continue
         if not isinstance(layer, TransformerLayer):
-            raise _unknown(f"decoder.layers.{name}", "a TransformerLayer", layer)
+            raise _unknown(f"decoder.layers.{name}", "a TransformerLayer or MambaLayer", layer)
         if not isinstance(layer.cross_attention, IdentityOp):
             raise _unknown(f"decoder.layers.{name}.cross_attention", "none", layer.cross_attention)
         attention = layer.self_attention
