@@ -32,8 +32,9 @@ class Weight(NamedTuple):
 
     `recorded` is where it stands as long as it is above the bar. It only goes down, but for a feature that brings a
     budget of its own: prompts once (1,976 lines of the package), vLLM's range of versions (85), verl's router (299),
-    SGLang (331), ranks that are compared in one reduction (17), delta nets in Megatron (96), its Mamba-2 (114); hybrids
-    of vLLM and Megatron, replicas, rollouts of SGLang and whole steps of verl (545 lines of the benchmarks).
+    SGLang (487), latents of MLA (33), ranks that are compared in one reduction (17), delta nets in Megatron (96), its
+    Mamba-2 (114); hybrids of vLLM and Megatron, replicas, rollouts of SGLang, latents and whole steps of verl (728
+    lines of the benchmarks).
     """
 
     name: str
@@ -111,11 +112,11 @@ def weights() -> list[Weight]:
     everything = [*sources(package)]
     words = sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md"))
     return [
-        Weight("package without contrib", lines_of(package) - lines_of(contrib), 10_800, 15_253),
-        Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 9_763),
+        Weight("package without contrib", lines_of(package) - lines_of(contrib), 10_800, 15_442),
+        Weight("integrations + parallel + scores", lines_of(*shared), 6_500, 9_919),
         Weight("contrib", lines_of(contrib), 1_000),
-        Weight("tests", lines_of("tests"), 18_000, 28_465),
-        Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_790),
+        Weight("tests", lines_of("tests"), 18_000, 28_776),
+        Weight("benchmarks", lines_of("benchmarks"), 3_100, 4_973),
         Weight("words of docs/*.md", words, 17_000),
         Weight("variables called one", sum(source.names("one") for source in everything), 500),
         Weight("summaries that are clauses", sum(source.clauses for source in everything), 40),
