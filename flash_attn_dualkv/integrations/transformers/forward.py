@@ -126,7 +126,7 @@ def shared_prompt_forward(
         checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
         temperature = checks.number("temperature", temperature)
         checks.flag("with_entropy", with_entropy)
-        if rounding not in (None, torch.bfloat16):
+        if rounding is not None and rounding is not torch.bfloat16:
             raise SharedPromptError("rounding", "torch.bfloat16 or None", rounding)
         if layout is not None:
             check_divided(layout, batch.layout)
