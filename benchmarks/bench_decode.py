@@ -78,7 +78,7 @@ class Step:
 
     @property
     def scale(self) -> float:
-        """Of heads of 192 before absorption, or as usual."""
+        """The scale of heads of 192 before absorption, or the usual one."""
         return 192**-0.5 if self.has_latents else self.head_dim**-0.5
 
     def tensors(self, columns: int = 0) -> None:
@@ -112,7 +112,7 @@ class Step:
 
     @property
     def row_bytes(self) -> int:
-        """Of a key and its value."""
+        """Bytes of a key and its value."""
         return self.kv_heads * (self.head_dim if self.has_latents else 2 * self.head_dim) * 2
 
 

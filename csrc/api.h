@@ -83,8 +83,8 @@ typedef struct {
   // (requests): an earlier request or -1, and how many of its first pages the request has, too.
   const int32_t *parents, *shared_pages;
   // max_keys: of a request. split_keys: whole tiles of so many make a split; 0: nothing is divided,
-  // -1: core/plan_decode.h says how many. head_dim_v: below head_dim, values are the first columns of
-  // the keys, of one KV head.
+  // -1: core/plan_decode.h says how many. head_dim_v: below head_dim, values are the first columns
+  // of the keys, of one KV head.
   int64_t max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, head_dim_v,
       split_keys;
   void* memory;

@@ -277,7 +277,8 @@ def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor
         settings.reduced(chosen)
     logps = chosen - normalizer
     if settings.rounding is not None:
-        # PyTorch's operator, which engines replace to make it batch-invariant. Autocast would give float32.
+        # PyTorch's operator, which engines replace to make it batch-invariant. Autocast would give
+        # float32.
         with torch.autocast(logits.device.type, enabled=False):
             logps = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].to(logps.dtype)
     if entropy is None:
@@ -371,8 +372,8 @@ def _rounded(settings: _Settings, logits: Tensor) -> tuple[_Settings, Tensor]:
     """Logits that are rounded, divided in float32 and rounded again, and settings that divide them no more."""
     if settings.rounding is None:
         return settings, logits
-    # Of two dimensions: PyTorch multiplies by the reciprocal of a number, and divides in 16 bits by
-    # a tensor of none.
+    # A tensor of two dimensions: PyTorch multiplies by the reciprocal of a number, and divides in
+    # 16 bits by a tensor of none.
     temperature = torch.full((1, 1), settings.temperature, dtype=torch.float32, device=logits.device)
     divided = logits.to(settings.rounding).div(temperature).to(settings.rounding)
     return settings._replace(temperature=1.0), divided

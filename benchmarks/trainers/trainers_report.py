@@ -316,7 +316,8 @@ def rollouts_of(folder: Path, of: str) -> str:
         file = f"[`{header['commit'][:7]}`]({folder.name}/{path.name})"
         engine = frame[version]
         if "runner" in frame:
-            # The first runner's own vLLM is compared with it; Arctic, which forces it, with the default one.
+            # The first runner's own vLLM is compared with it; Arctic, which forces it, with the
+            # default one.
             is_first = frame["runner"].str.endswith("gpu_model_runner") & (frame["who"] != "arctic")
             engine = engine + is_first.map({True: ", first runner", False: ""})
         frames.append(frame.assign(who=frame["who"].map(labels), file=file, engine=engine))

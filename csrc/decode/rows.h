@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Rows of a decoding item as the threads that multiply hold them: 16 of them a warp, in
 // accumulators of m16 products. Masks, the states that pass from item to item, and the results.
-// Where O is wide groups of warps share the rows, and each has its part of the columns.
+// Groups of warps share the rows of a wide O, and each has its part of the columns.
 #pragma once
 
 #include "decode/paged_rows.h"

@@ -31,7 +31,7 @@ struct DecodeBlock {
   Rows rows{p};
 
   static __device__ __forceinline__ void meet() { __syncthreads(); }
-  // Whether this thread orders copies.
+  // True of threads that order copies.
   static __device__ __forceinline__ bool is_loader() {
     return Config::kThreads == kDecodeThreads || threadIdx.x < kDecodeThreads;
   }
@@ -99,7 +99,7 @@ struct DecodeBlock {
     rows.finish(item, kv_head, o, softmax, meet);
   }
 
-  // Of more than 256 columns three shorter sums, as in sm90/tile.h.
+  // Scores of more than 256 columns are three shorter sums, as in sm90/tile.h.
   __device__ __forceinline__ void multiply_keys(float (&s)[1][kBlockN / 8][4], uint32_t k_tile) const {
     constexpr int kSums = kHeadDim > 256 ? 3 : 1, kSteps = kHeadDim / 16 / kSums;
     static_assert(kSums * kSteps * 16 == kHeadDim, "sums are equally long");

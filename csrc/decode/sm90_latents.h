@@ -2,15 +2,15 @@
 // Hopper decode of latents (MLA, absorbed): one KV head of 576 columns, of which the first 512 are
 // the values. A tile of them in shared memory is K and V.
 //
-// No warpgroup has registers for 64 rows of 512 columns of O, and if two computed scores both, these
-// would take as long as everything else. So one warpgroup makes the scores and probabilities of 64
-// rows, and two multiply them with half of the columns of V each:
+// No warpgroup has registers for 64 rows of 512 columns of O. If two computed scores both, these
+// would take as long as everything else. So one warpgroup makes the scores and probabilities of
+// 64 rows, and two multiply them with half of the columns of V each:
 //
 //   scores:   S = Q K^T;  P = exp(S - max)           -> P and the factors of O, by shared memory
 //   outputs:  O = O * factor + P V
 //
-// While the outputs multiply tile n, the scores are at tile n + 1: tensor cores have products of one
-// while the other is in its softmax, or waits.
+// While the outputs multiply tile n, the scores are at tile n + 1: tensor cores have products of
+// one while the other is in its softmax, or waits.
 #pragma once
 
 #include "decode/rows.h"
@@ -62,7 +62,7 @@ struct LatentScores {
     products.take(s[0]);
   }
 
-  // What is sent goes where the P before was, when the outputs are done with that: thread by thread,
+  // Sends go where the P before was, once the outputs are done with that. They go thread by thread,
   // as the outputs' threads have the same rows.
   __device__ __forceinline__ void send(const float (&rows_of)[4]) {
     ptx::store_shared_float4(shared.rows_of(thread), rows_of);

@@ -15,8 +15,8 @@ namespace dualkv::sm90 {
 // scores_ahead: scores of the next tile are computed during the softmax of this one, as far as
 // registers go. A lone walk is bound by latency.
 //
-// maps: tiles of branches are loaded by tensor maps. At 256, where no other block hides a load, that
-// took 5 to 25% longer; at 64 it was not measured.
+// maps: tiles of branches are loaded by tensor maps. At 256, where no other block hides a load,
+// that took 5 to 25% longer; at 64 and of latents it was not measured.
 //
 // Latents (docs/notes/decode.md has the bounds): a tile is K and V, and as many keys as products of
 // scores need to read no more than they multiply. Three warpgroups share 64 rows.
@@ -38,7 +38,7 @@ consteval int decode_block_n(int latents) {
   else return ForwardConfig<kHeadDim, kHeadDimV>::kBlockN;
 }
 
-// Of a thread that loads, that multiplies, or, of latents, that makes scores or outputs.
+// Registers of a thread that loads, that multiplies or, with latents, makes scores or outputs.
 struct DecodeRegisters {
   int of, producer, consumer, scores = 0, outputs = 0;
 };

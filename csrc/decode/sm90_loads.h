@@ -14,8 +14,8 @@
 namespace dualkv::sm90 {
 
 // Tensor maps of K and V, with the rows of all pages and boxes of kPageRows rows x one panel. They
-// load branches, whose tiles begin with a page: a box takes one thread one instruction, where copies
-// of 16 bytes take four warps 14 each, and products need no fence.
+// load branches, whose tiles begin with a page: a box takes one thread one instruction, where
+// copies of 16 bytes take four warps 14 each, and products need no fence.
 struct DecodeMaps {
   CUtensorMap k, v;
   int64_t k_rows, v_rows;  // of a page
@@ -24,9 +24,9 @@ struct DecodeMaps {
   __device__ __forceinline__ bool load(const DecodeItem& item) const { return exist && item.is_branch(); }
 };
 
-// Panels of a tile of latents that are loaded, and left, together: of V those that the two warpgroups
-// of outputs multiply first (0) or then (1), and with these the columns that are K alone. So half of
-// a tile is loaded while the other half is still multiplied, and scores begin with the first half.
+// Panels of a tile of latents that are loaded, and left, together. Part 0 has those of V that the
+// two warpgroups of outputs multiply first, part 1 the others and the columns that are K alone. So
+// half of a tile is loaded while the other half is still multiplied, and scores begin with part 0.
 template <int kPart>
 struct LatentPart {
   static constexpr int kCount = 4 + kPart;

@@ -376,7 +376,7 @@ def test_all_kernels_of_the_instances_are_planned() -> None:
 
 
 def test_splits_are_of_1k_keys_or_of_a_32nd_of_the_most_of_a_request() -> None:
-    """Of latents of 2K, whose states are wide."""
+    """Splits of latents are 2K, as their states are wide."""
     read_split_keys = load_shim("plan").read_split_keys
     read_split_keys.restype, read_split_keys.argtypes = ctypes.c_int64, [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     for most, keys in ((16, 1024), (2048 * 16, 1024), (2049 * 16, 1025), (1 << 25, 1 << 20)):

@@ -29,7 +29,7 @@ NAMES = ("output", "projections", "conv1d_weight", "conv1d_bias", "dt_bias", "A"
 
 
 def sequences(seed: int) -> list[list[int]]:
-    """Of a tree, with nodes on both sides of a convolution's inputs and of a chunk."""
+    """A tree, with nodes on both sides of a convolution's inputs and of a chunk."""
     drawn = random.Random(seed)
     paths: list[list[int]] = [drawn.choices(range(64), k=300)]
     for _ in range(12):

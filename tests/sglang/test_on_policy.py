@@ -32,7 +32,7 @@ from flash_attn_dualkv.scores import score_in_chunks
 
 
 class Told(SimpleNamespace):
-    """What SGLang's modules are told, None of the most."""
+    """Arguments that SGLang's modules read, most of them None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -220,11 +220,12 @@ def _window_of(layer: Any) -> int:
 
 
 def _noting(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Of ForwardBatch.init_new, by which every step of requests begins."""
+    """A wrapper of ForwardBatch.init_new, by which every step of requests begins."""
 
     def init_new(batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model_runner.attn_backend, SharedPrefixBackend):
-            # A request that SGLang has retracted begins anew with what it has sampled, but keeps its prompt.
+            # A request that SGLang has retracted begins anew with what it has sampled, but keeps
+            # its prompt.
             lengths = [len(request.origin_input_ids) for request in batch.reqs]
             model_runner.attn_backend.prompt_lengths = np.array(lengths, dtype=np.int32)
         return stock(batch, model_runner, *args, **kwargs)

@@ -57,7 +57,7 @@ def on_policy_operators(model: nn.Module) -> Iterator[None]:
     stock = file.apply_rotary_pos_emb
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Of (B, H, T, d) and (B, T, d), by SGLang's function, of (tokens, heads, d) and (tokens, d / 2)."""
+        """RoPE of (B, H, T, d) by (B, T, d), by SGLang's function of (tokens, heads, d) and (tokens, d / 2)."""
         angles = [part.expand(len(q), -1, -1).flatten(0, 1)[:, : q.shape[-1] // 2] for part in (cos, sin)]
         rows = (x.transpose(1, 2) for x in (q, k))
         turned = [rotate(x.flatten(0, 1), *angles, True).view(x.shape).transpose(1, 2) for x in rows]

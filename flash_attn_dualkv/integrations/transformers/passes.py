@@ -20,8 +20,8 @@ from ...data.parts import Piece
 from ...parallel.agreement import largest_of_ranks
 from .trunk import Keep, Loss, Trunk
 
-# Passes: a forward without and with a graph, forward and backward, a backward. In this order they make
-# a slot of the ranks' common string.
+# Passes: a forward without and with a graph, forward and backward, a backward. In this order they
+# make a slot of the ranks' common string.
 _LETTERS = "FGBR"
 
 

@@ -154,7 +154,7 @@ class PromptOnce:
         if not all(samples.prompt_lens or ()):
             raise Refused("no_prompts", REASONS["no_prompts"])
         tree = pipeline.planned(samples, sharing.options._replace(min_shared=None))
-        # What is asked for has no pass of more rows either, but kept keys come on top.
+        # Kept keys come on top where it is asked for; no pass has more rows in either case.
         kept = 0.0, 0.0
         if not sharing.options.prompt_once:
             kept = kept_cost(causal_lm, None if dtype is None else dtype.itemsize), state_cost(causal_lm)
